@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.init import constant_
 from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
 import samestep
 from samestep import Evaluation, Step, Towers
@@ -776,6 +776,116 @@ def best_of_elastic_calls(job, path):
                 torch.save(model.state_dict(), path / f"{job.rank}.pt")
 
 
+class Levels(Dataset):
+    """Scales its examples by a level, and has a weight for each."""
+
+    def __init__(self, level=1.0):
+        self.level, self.weights = level, torch.ones(24)
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, number):
+        x, y, _ = DATA[number]
+        return {"x": x * self.level, "y": y, "number": number, "weight": self.weights[number]}
+
+
+def level_of_the_data(job):
+    model, towers, optimizer = made(job)
+    data = Levels()
+    loader = samestep.TowerLoader(data, 12, towers)
+    for _epoch in range(2):
+        losses = []
+        for batch in loader:
+            for tower in towers(batch):
+                loss = loss_of(model, tower.batch)
+                losses.append(loss.item())
+                tower.backward(loss)
+            towers.average()
+            optimizer.step()
+        data.level = sum(losses) / len(losses)
+
+
+def weights_in_the_data(job):
+    model, towers, optimizer = made(job)
+    data = Levels()
+    loader = samestep.TowerLoader(data, 12, towers)
+    for _epoch in range(2):
+        for batch in loader:
+            for tower in towers(batch):
+                losses = losses_of(model, tower.batch)
+                data.weights[tower.batch["number"]] = losses.detach()
+                tower.backward((losses * tower.batch["weight"]).mean())
+            towers.average()
+            optimizer.step()
+
+
+def order_by_losses(job):
+    model, towers, optimizer = made(job)
+    last = np.ones(24)
+    order = lambda seed, epoch: WeightedRandomSampler(last, 24)  # noqa: E731
+    loader = samestep.TowerLoader(Levels(), 24, towers, order=order)
+    for batch in loader:
+        for tower in towers(batch):
+            losses = losses_of(model, tower.batch)
+            last[tower.batch["number"].numpy()] = losses.detach().numpy()
+            tower.backward(losses.mean())
+        towers.average()
+        optimizer.step()
+
+
+def validated_on_own_rows(job):
+    model, towers, optimizer = made(job)
+    schedule = ReduceLROnPlateau(optimizer)
+    loader = samestep.TowerLoader(Levels(), 12, towers, shuffle=False)
+    for step in range(2):
+        take(model, towers, optimizer, step)
+        total = 0.0
+        for batch in loader:
+            for rows in batch.slices.values():
+                total += loss_of(model, rows).item()
+        schedule.step(total)
+
+
+def take(model, towers, optimizer, step):
+    """Take a step; return this worker's last loss."""
+    for tower in towers(batch_of(step)):
+        loss = loss_of(model, tower.batch)
+        tower.backward(loss)
+    towers.average()
+    optimizer.step()
+    return loss.item()
+
+
+def frozen_layer(job):
+    model, towers, optimizer = made(job)
+    for step in range(2):
+        if take(model, towers, optimizer, step) > 1e6:
+            model[0].requires_grad_(False)
+
+
+def frozen_bias(job):
+    model, towers, optimizer = made(job)
+    for step in range(2):
+        if take(model, towers, optimizer, step) > 1e6:
+            model[0].bias.requires_grad = False
+
+
+def setting_of_a_layer(job):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.1))
+    towers, optimizer = Towers(model, 6, job=job), SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        model[1].p = min(0.5, take(model, towers, optimizer, step) * 0)
+
+
+def other_optimizer(job):
+    model, towers, optimizer = made(job)
+    for step in range(2):
+        if take(model, towers, optimizer, step) > 1e6:
+            optimizer = SGD(model.parameters(), lr=0.01)
+
+
 WRONG = {
     best_weights: "whether Sequential.state_dict runs",
     best_model: "whether copy.deepcopy runs",
@@ -794,7 +904,7 @@ WRONG = {
     step_that_is_left_out: "whether Step runs",
     hidden_states: "batch of Towers",
     priorities: "batch of Towers",
-    sampler: "the loop over steps",
+    sampler: "the batches of the loop",
     line_search: "closure of LBFGS",
     weight_of_the_loss: "the loss of later passes",
     losses_in_a_dict: "the loss of later passes",
@@ -819,6 +929,14 @@ WRONG = {
     of_callbacks: "whether Sequential.state_dict runs",
     of_a_loss_function: "whether copy.deepcopy runs",
     of_scores_that_measure_fills: "whether Sequential.state_dict runs",
+    level_of_the_data: "the batches of the loop",
+    weights_in_the_data: "the batches of the loop",
+    order_by_losses: "the batches of the loop",
+    validated_on_own_rows: "metrics of ReduceLROnPlateau",
+    frozen_layer: "what is trained",
+    frozen_bias: "what is trained",
+    setting_of_a_layer: "a setting of Dropout",
+    other_optimizer: r"whether SGD\(\.\.\.\) runs",
     slower_by_a_callback: "a learning rate",
     stopped_by_a_callback: "whether Trainer.stop runs",
     best_of_elastic_calls: "whether (Sequential.state_dict|torch.save) runs",
@@ -1141,7 +1259,28 @@ def called_back_with_reports(job, path):
     train(job, path / "patient", lambda kept, optimizer: Patience())
 
 
+def data_and_layers_by_reports(job):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.1))
+    towers, optimizer = Towers(model, 6, job=job), SGD(model.parameters(), lr=0.1)
+    data, seen = Levels(), 0
+    loader = samestep.TowerLoader(data, 12, towers)
+    for _epoch in range(2):
+        for batch in loader:
+            seen += sum(len(rows["y"]) for rows in batch.slices.values())
+            for tower in towers(batch):
+                loss = loss_of(model, tower.batch)
+                model.last = loss.item()
+                tower.backward(loss)
+            report = towers.average()
+            optimizer.step()
+        data.level, model[1].p = report.loss, min(0.5, report.loss / 9)
+        if report.loss > 1e6:
+            model[0].requires_grad_(False)
+
+
 RIGHT = [
+    data_and_layers_by_reports,
     called_back_with_reports,
     losses_that_all_gather,
     tables_in_passes,

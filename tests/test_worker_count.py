@@ -336,7 +336,7 @@ WRONG = {
     batch_size: "batch_size of TowerLoader",
     rows_of_a_batch: "batch of Towers",
     torch_loader: "the loop over steps",
-    sampler_of_torch: "the loop over steps",
+    sampler_of_torch: "the batches of the loop",
     number_of_towers: "num_towers of Towers",
     size_of_a_layer: "out_features of Linear",
     number_that_is_chosen: "lr of SGD",

@@ -32,7 +32,15 @@ from samestep.watching.program.code_values import (
     is_of_samestep,
     kind_of,
 )
-from samestep.watching.program.pass_results import CLOCK, LEFT, OWN, PASSES, PassResults, is_object_of
+from samestep.watching.program.pass_results import (
+    CLOCK,
+    LEFT,
+    OWN,
+    PASSES,
+    PassResults,
+    is_loader,
+    is_object_of,
+)
 from samestep.watching.program.program_line import ProgramLine, frames_of_program
 from samestep.watching.program.source_code import SourceCode
 from samestep.watching.program.syntax import edited_by, is_in_place
@@ -203,6 +211,9 @@ class _Decisions(PassResults):
         """Check what a call edits: a method of a tensor, or a function such as `nn.init.constant_`."""
         given = [*node.args, *(each.value for each in node.keywords)]
         match node.func:
+            case ast.Attribute(attr="requires_grad_") if not self._is_in_pass:
+                self._check("what is trained", self._decided_by, node.lineno)
+                return
             case ast.Attribute(value=of, attr=name) if is_in_place(name):
                 is_method = not isinstance(self.visit(of).object, (ModuleType, type))
             case ast.Name(id=name) if is_in_place(name):
@@ -289,8 +300,12 @@ class _Decisions(PassResults):
         is_part |= edited is not target
         if name == "grad":
             self._check("a gradient", sources, target.lineno)
+        elif name == "requires_grad":
+            self._check("what is trained", sources, target.lineno)
         elif (is_part and name in _WEIGHTS) or issubclass(kind_of(self.visit(edited)), nn.Parameter):
             self._check("a weight", sources, target.lineno)
+        elif isinstance(edited, ast.Attribute) and _is_layer(kind := kind_of(self.visit(edited.value))):
+            self._check(f"a setting of {kind.__name__}", sources, target.lineno)
 
     def _edited_by(self, target: ast.expr, given: Iterable[ast.expr]) -> frozenset[Place]:
         """Return the numbers of its own by which a worker edits a tensor outside of passes."""
@@ -311,7 +326,8 @@ class _Decisions(PassResults):
 
     def _note_taken(self, loop: ast.For, sources: frozenset[Place]) -> None:
         if loop in self._loops and not (self._repeats or self._is_in_pass):  # not the loops in it
-            self._repeats |= self._check("the loop over steps", sources, loop.lineno)
+            what = "the batches of the loop" if is_loader(self.visit(loop.iter)) else "the loop over steps"
+            self._repeats |= self._check(what, sources, loop.lineno)
         super()._note_taken(loop, sources)
 
     def visit_Break(self, node: ast.Break) -> None:
@@ -338,11 +354,18 @@ def _name_of_change(called: Value, arguments: Sequence[Value]) -> str:
             is_change = name in _CHANGES and issubclass(kind, (nn.Module, Optimizer, LRScheduler))
             is_change |= name == "stop" and is_object_of("Trainer", holder)
             return f"{kind.__name__}.{name}" if is_change else ""
+        case type() as kind if issubclass(kind, (Optimizer, LRScheduler)):
+            return f"{kind.__name__}(...)"
         case FunctionType(__name__=name, __module__=module):
             package = str(module).partition(".")[0]
             copies = name == "deepcopy" and any(issubclass(kind_of(each), nn.Module) for each in arguments)
             return f"{package}.{name}" if copies or (name in _KEEPING and package in _KEEPERS) else ""
     return ""
+
+
+def _is_layer(kind: type) -> bool:
+    """Say whether this is one of torch's own layers."""
+    return issubclass(kind, nn.Module) and kind.__module__.startswith("torch.")
 
 
 def _settings(called: Value, arguments: Sequence[Value], named: Mapping[str, Value]) -> Mapping[str, Value]:
@@ -352,8 +375,7 @@ def _settings(called: Value, arguments: Sequence[Value], named: Mapping[str, Val
     kind, is_new = kind_of(called), isinstance(called.object, type)
     method = called.object.function if isinstance(called.object, Method) else None
     is_step = method is not None and method.__name__ == "step"
-    is_layer = issubclass(kind, nn.Module) and kind.__module__.startswith("torch.")
-    is_of_torch = (is_new and (is_layer or issubclass(kind, (Optimizer, LRScheduler)))) or (
+    is_of_torch = (is_new and (_is_layer(kind) or issubclass(kind, (Optimizer, LRScheduler)))) or (
         is_step and issubclass(kind, (LBFGS, LRScheduler))
     )
     if not (is_of_torch or is_of_samestep(kind)):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_values import (
@@ -21,10 +22,10 @@ from samestep.watching.program.code_values import (
     kind_of,
 )
 from samestep.watching.program.source_code import Function, SourceCode
-from samestep.watching.program.syntax import branch_without_value, is_in_place
+from samestep.watching.program.syntax import branch_without_value, constant_number, is_in_place
 from samestep.watching.program.worker_values import WorkerValues
 
-__all__ = ["CLOCK", "LEFT", "OWN", "PASSES", "PassResults", "is_object_of"]
+__all__ = ["CLOCK", "LEFT", "OWN", "PASSES", "PassResults", "is_loader", "is_object_of"]
 
 PASSES = Place("the passes of this worker", "")
 CLOCK = Place("this worker's clock", "")
@@ -42,6 +43,8 @@ _ALL = OWN | {LEFT}
 
 _OF_A_PASS = Value(frozenset({PASSES}))
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
+_BATCHES = ("LocalBatch", "object")  # of a class that is not known
+_LOADERS = ("TowerLoader", "StreamLoader")
 _COLLECTIVES = {"all_gather", "all_gather_object", "all_reduce", "broadcast", "broadcast_object_list"}
 _ADDING = {"add", "append", "appendleft", "extend", "insert"}
 _EVENTS = ("on_start", "before_step", "after_step", "after_evaluation", "on_end")  # of callbacks
@@ -69,6 +72,7 @@ class PassResults(WorkerValues):
         self._kept_by_row: list[Value] = []  # what the current passes keep by numbers of their rows
         self._filling = set[int]()  # nodes that run where something has no value yet, as for a cache
         self._parts: dict[Place, NewObject] = {}  # attributes of new objects, if code does not set them
+        self._layers: dict[Hashable, Sequence[Value]] = {}  # of those that the code makes
         self._around: list[ast.stmt] = []  # the loops, in a function, around the current statement
 
     @property
@@ -204,6 +208,15 @@ class PassResults(WorkerValues):
         part = self._parts.setdefault(place, NewObject())
         return Value(value.sources, part, part, name)
 
+    def _advance(self, value: Value) -> frozenset[Place]:
+        """Return what elements are computed from; a loader's also from what the program sets in it."""
+        found = super()._advance(value)
+        if not is_loader(value):
+            return found
+        parts = [self._attribute_value(value, name) for name in ("dataset", "sampler", "order")]
+        read = self._data_of_call(parts).union(*map(self._values.all_in, parts))
+        return found if read.isdisjoint({PASSES, LEFT}) else found | {PASSES}
+
     def _note_entry(self, entry: ast.Subscript) -> None:
         """Note what a pass changes by a number of a row, such as that of an example.
 
@@ -223,6 +236,27 @@ class PassResults(WorkerValues):
 
     def _note_loss(self, sources: frozenset[Place]) -> None:
         """Note what the loss of a pass is computed from."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> Value:
+        """Return an attribute's value; `slices` of a loader's batch are the rows that this worker has."""
+        value = super().visit_Attribute(node)
+        may_be_batch = node.attr == "slices" and kind_of(self.visit(node.value)).__name__ in _BATCHES
+        return value.computed_from(frozenset({PASSES})) if may_be_batch else value
+
+    def _make(self, kind: type, arguments: Sequence[Value], named: Mapping[str, Value]) -> Value:
+        made = super()._make(kind, arguments, named)
+        if kind is nn.Sequential:
+            self._layers[made.key] = arguments
+        return made
+
+    def _object_at(self, holder: Value, index: ast.expr) -> Value | None:
+        """Return the object in a container that is known, or a layer of one."""
+        layers, number = self._layers.get(holder.key, ()), constant_number(index)
+        if isinstance(holder.object, nn.Sequential | nn.ModuleList):
+            layers = [Value.of(each, holder.name) for each in holder.object]
+        if number is not None and -len(layers) <= number < len(layers):
+            return layers[number]
+        return super()._object_at(holder, index)
 
     # ---- what is the same on all workers -------------------------------------------------------------
 
@@ -296,6 +330,11 @@ def _is_of_samestep(called: Value) -> bool:
     if isinstance(called.object, FunctionType):
         return is_of_samestep(called.object)
     return not isinstance(called.object, type) and is_of_samestep(kind_of(called))
+
+
+def is_loader(value: Value) -> bool:
+    """Say whether a value is a loader of torch or of samestep."""
+    return kind_of(value) is DataLoader or any(is_object_of(name, value) for name in _LOADERS)
 
 
 def _is_backward(called: ast.expr) -> bool:

@@ -80,6 +80,12 @@ class PlaceValues:
         held = (self._values[place].sources for place in self._places[value.key] if place in self._values)
         return value.sources.union(self._entries(value).sources, *held)
 
+    def all_in(self, holder: Value) -> frozenset[Place]:
+        """Return what an object is computed from, with its attributes that the code has set."""
+        places = () if holder.key is None else self._places[holder.key]
+        held = (self._values[place] for place in places if place in self._values)
+        return self.data_of(holder).union(*map(self.data_of, held))
+
     def named_in(self, holder: Value) -> dict[str, Value]:
         """Return the entries, or attributes, with constant names of an object that the code has made."""
         places = self._places[holder.key] if isinstance(holder.object, NewObject) else ()
