@@ -4,7 +4,7 @@ import copy
 import math
 import random
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.init import constant_
+from torch.nn.utils import prune
 from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
@@ -879,6 +880,33 @@ def setting_of_a_layer(job):
         model[1].p = min(0.5, take(model, towers, optimizer, step) * 0)
 
 
+def rate_by_a_history(job):
+    model, towers, optimizer = made(job)
+    history = defaultdict(list)
+    for step in range(2):
+        history["loss"].append(take(model, towers, optimizer, step))
+        for group in optimizer.param_groups:
+            group.update(lr=0.1 + 0 * float(np.mean(history["loss"][-3:])))
+
+
+def rate_by_a_history_of_names(job):
+    model, towers, optimizer = made(job)
+    names = ("loss", "other")
+    history = {name: [] for name in names}
+    for step in range(2):
+        for name in names:
+            history[name].append(take(model, towers, optimizer, step))
+        optimizer.param_groups[0]["lr"] = 0.1 + 0 * history["other"][-1]
+
+
+def pruned_by_results(job):
+    model, towers, optimizer = made(job)
+    for step in range(2):
+        loss = take(model, towers, optimizer, step)
+        if step == 1:
+            prune.random_unstructured(model[0], "weight", min(0.5, loss * 0))
+
+
 def other_optimizer(job):
     model, towers, optimizer = made(job)
     for step in range(2):
@@ -936,6 +964,9 @@ WRONG = {
     frozen_layer: "what is trained",
     frozen_bias: "what is trained",
     setting_of_a_layer: "a setting of Dropout",
+    rate_by_a_history: "a learning rate",
+    rate_by_a_history_of_names: "a learning rate",
+    pruned_by_results: "amount of random_unstructured",
     other_optimizer: r"whether SGD\(\.\.\.\) runs",
     slower_by_a_callback: "a learning rate",
     stopped_by_a_callback: "whether Trainer.stop runs",

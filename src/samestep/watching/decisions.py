@@ -13,17 +13,14 @@ from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from samestep.errors import warn
-from samestep.watching.program.calls import NOWHERE, by_name, positional_names
+from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_values import (
     MISSING,
     UNKNOWN,
-    Method,
     NewObject,
     Place,
     Scope,
@@ -32,15 +29,8 @@ from samestep.watching.program.code_values import (
     is_of_samestep,
     kind_of,
 )
-from samestep.watching.program.pass_results import (
-    CLOCK,
-    LEFT,
-    OWN,
-    PASSES,
-    PassResults,
-    is_loader,
-    is_object_of,
-)
+from samestep.watching.program.effects import changes_layers, is_layer, name_of_change, settings_of
+from samestep.watching.program.pass_results import CLOCK, LEFT, OWN, PASSES, PassResults, is_loader
 from samestep.watching.program.program_line import ProgramLine, frames_of_program
 from samestep.watching.program.source_code import SourceCode
 from samestep.watching.program.syntax import edited_by, is_in_place
@@ -51,26 +41,11 @@ __all__ = ["check_decisions", "check_outside_gradients"]
 _WITHOUT_EFFECT = ("num_workers", "prefetch_factor")
 """Parameters of loaders on which no result depends."""
 
-_ARGUMENTS = ("batch", "batch_size", "clip_norm", "num_towers", "seed", "steps")
-"""Parameters of samestep's classes on which the result depends."""
-
 _HOLDERS = ("optimizer", "parameters", "params")
 """Parameters of optimizers, schedules and clipping that are objects, whose other contents are no settings."""
 
 _WEIGHTS = ("bias", "weight")
 """Attributes that are parameters, if nothing else is known of them."""
-
-_CLIPPING = (clip_grad_norm_, clip_grad_value_)
-
-_KEEPING = {"copy", "copy2", "copyfile", "move", "save", "save_file", "save_model"}
-"""Functions that write, copy or rename weights."""
-
-_KEEPERS = {"torch", "safetensors", "shutil", "samestep"}
-"""The packages that these are in."""
-
-_CHANGES = {"load_state_dict", "save_pretrained", "state_dict", "step"}
-"""Methods of modules, optimizers and schedules that keep them as they are, or change them."""
-
 
 _REMEDIES = {
     PASSES: "Each worker runs only some of the towers, so another number of workers would decide otherwise: "
@@ -232,12 +207,13 @@ class _Decisions(PassResults):
     ) -> Value | None:
         if kind_of(called) is DataLoader or is_of_samestep(kind_of(called)):
             named = {name: value for name, value in named.items() if name not in _WITHOUT_EFFECT}
-        given = _settings(called, arguments, named)
+        is_edit = self._is_in_pass and changes_layers(called.object)  # an error of its own
+        given = {} if is_edit else settings_of(called, arguments, named)
         # A layer in a pass may have the size of its rows.
         but = OWN if issubclass(kind_of(called), nn.Module) else NOWHERE
         name = called.object.__name__ if isinstance(called.object, FunctionType) else kind_of(called).__name__
         is_found = self._check_arguments(name, given, but)
-        if self._decided_by and (name := _name_of_change(called, arguments)):
+        if self._decided_by and (name := name_of_change(called, arguments)):
             self._check(f"whether {name} runs", self._decided_by, self._line)
         if is_found:
             return self._new(kind_of(called), NOWHERE)
@@ -268,6 +244,20 @@ class _Decisions(PassResults):
         super()._set(target, value)
         if isinstance(target, ast.Name) and not self._running:
             self._note_object(value, self._scope.objects.get(target.id))
+
+    def _change(
+        self,
+        holder: Value,
+        method: str,
+        arguments: Sequence[Value],
+        named: Mapping[str, Value],
+        sources: frozenset[Place],
+    ) -> None:
+        if method == "update" and not self._is_in_pass:
+            parts = [named, *map(self._values.named_in, arguments)]
+            rates = [self._values.data_of(each["lr"]) for each in parts if "lr" in each]
+            self._check("a learning rate", self._decided_by.union(*rates) if rates else NOWHERE, self._line)
+        super()._change(holder, method, arguments, named, sources)
 
     def _note_loss(self, sources: frozenset[Place]) -> None:
         if LEFT in sources:
@@ -304,7 +294,7 @@ class _Decisions(PassResults):
             self._check("what is trained", sources, target.lineno)
         elif (is_part and name in _WEIGHTS) or issubclass(kind_of(self.visit(edited)), nn.Parameter):
             self._check("a weight", sources, target.lineno)
-        elif isinstance(edited, ast.Attribute) and _is_layer(kind := kind_of(self.visit(edited.value))):
+        elif isinstance(edited, ast.Attribute) and is_layer(kind := kind_of(self.visit(edited.value))):
             self._check(f"a setting of {kind.__name__}", sources, target.lineno)
 
     def _edited_by(self, target: ast.expr, given: Iterable[ast.expr]) -> frozenset[Place]:
@@ -342,45 +332,3 @@ class _Decisions(PassResults):
     def _check_end(self, node: ast.stmt, ended: Sequence[ast.stmt]) -> None:
         if self._decided_by and any(loop in self._loops for loop in ended):
             self._check("the end of the loop over steps", self._decided_by, node.lineno)
-
-
-def _name_of_change(called: Value, arguments: Sequence[Value]) -> str:
-    """Return the name of a function that keeps weights, or changes what is trained; "" for others."""
-    if is_object_of("Towers", called) or is_object_of("Step", called):
-        return kind_of(called).__name__
-    match called.object:
-        case Method(function=function, of=holder):
-            name, kind = function.__name__, kind_of(called)
-            is_change = name in _CHANGES and issubclass(kind, (nn.Module, Optimizer, LRScheduler))
-            is_change |= name == "stop" and is_object_of("Trainer", holder)
-            return f"{kind.__name__}.{name}" if is_change else ""
-        case type() as kind if issubclass(kind, (Optimizer, LRScheduler)):
-            return f"{kind.__name__}(...)"
-        case FunctionType(__name__=name, __module__=module):
-            package = str(module).partition(".")[0]
-            copies = name == "deepcopy" and any(issubclass(kind_of(each), nn.Module) for each in arguments)
-            return f"{package}.{name}" if copies or (name in _KEEPING and package in _KEEPERS) else ""
-    return ""
-
-
-def _is_layer(kind: type) -> bool:
-    """Say whether this is one of torch's own layers."""
-    return issubclass(kind, nn.Module) and kind.__module__.startswith("torch.")
-
-
-def _settings(called: Value, arguments: Sequence[Value], named: Mapping[str, Value]) -> Mapping[str, Value]:
-    """Return the arguments on which the result depends, by name, of what torch and samestep define."""
-    if any(called.object is each for each in _CLIPPING):
-        return by_name(positional_names(called.object), arguments, named)
-    kind, is_new = kind_of(called), isinstance(called.object, type)
-    method = called.object.function if isinstance(called.object, Method) else None
-    is_step = method is not None and method.__name__ == "step"
-    is_of_torch = (is_new and (_is_layer(kind) or issubclass(kind, (Optimizer, LRScheduler)))) or (
-        is_step and issubclass(kind, (LBFGS, LRScheduler))
-    )
-    if not (is_of_torch or is_of_samestep(kind)):
-        return {}
-    function = method or attribute_of(kind, "__init__" if is_new else "__call__")
-    names = positional_names(function)[1:]
-    given = by_name(names, arguments, named)
-    return given if is_of_torch else {name: value for name, value in given.items() if name in _ARGUMENTS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from abc import ABC
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import TypeAlias
@@ -176,7 +177,10 @@ class Expressions(Calls, ABC):
         if (known := self._values.get(place)) is not None:
             return known.computed_from(entries, others)
         if isinstance(holder.object, NewObject):
-            return Value(self._values.data_of(holder))
+            if holder.object.kind is not defaultdict:
+                return Value(self._values.data_of(holder))
+            self._values.put(place, self._new(None, NOWHERE), f"{name} of {holder.name}")
+            return self._values.get(place) or Value()
         held = holder.object.get(name, UNKNOWN) if isinstance(holder.object, dict) else UNKNOWN
         before = Value.before(place, f"{name} of {holder.name}", held)
         return self._values.read(before).computed_from(entries, others)

@@ -271,6 +271,9 @@ class PassResults(WorkerValues):
         match node.func:
             case ast.Attribute(value=ast.Subscript() as entry, attr=method) if method in _ADDING:
                 self._note_entry(entry)
+                if self.visit(entry).key is None:  # it is not known which one it is
+                    added = self._data_of_call(map(self.visit, node.args))
+                    self._values.fill(self.visit(entry.value), added, is_change=True)
         if self._is_in_pass and _is_backward(node.func):
             self._note_loss(NOWHERE.union(*(self._found.get(id(each), NOWHERE) for each in node.args)))
         if not _is_collective(node):
