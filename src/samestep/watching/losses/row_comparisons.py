@@ -24,6 +24,7 @@ _FUNCTIONS = {"logsumexp", "prod", "std", "var", "var_mean"}
 """Operators on one number for each row: their largest or smallest, and functions of all."""
 
 _READING = "_local_scalar_dense"
+_DECIMALS = 3  # numbers of more are known again, as a program does not write them
 _MOST_ELEMENTS = 2**16  # of tensors that are kept until the pass ends
 
 
@@ -60,14 +61,14 @@ class RowComparisons:
     def find(self, call: Call, result: Any) -> Combination | None:
         """Note an operator that has run; return by what comparison its result was computed, if by any."""
         given = call.given
-        results = [each for each in tensors_in((result,)) if isinstance(each, Tensor)]
+        results = list(tensors_in((result,)))
         if any(self._is_of_model(each) for each in given):
             self._of_model.update(storage_of(each) for each in results if self._has_rows(each))
         found = self._made_by(call) or next(self._taken_by(call), None)
         if found is None:
             return None
         self._made.update((id(each), (found, each)) for each in results if each.numel() <= _MOST_ELEMENTS)
-        if call.name == _READING and isinstance(result, float):
+        if call.name == _READING and isinstance(result, float) and result != round(result, _DECIMALS):
             self._numbers[result] = found
         has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in given)
         return found if has_gradient else None

@@ -38,13 +38,11 @@ class RowLosses:
             return
         if not is_scaled:
             self._check_divisor(who, num_towers, batch_rows)
-        if len(self._sums) == 1 and not self._has_warned:
-            self._warn_of_sum(who, *self._sums)
+        found = next(iter(self._sums), None)
+        if len(self._sums) == 1 and found is not None and not self._has_warned:
+            self._warn_of_sum(who, *found)
 
-    def _warn_of_sum(self, who: str, found: tuple[str, bool] | None) -> None:
-        if found is None:
-            return
-        line, beside_means = found
+    def _warn_of_sum(self, who: str, line: str, beside_means: bool) -> None:
         self._has_warned = True
         if beside_means:
             warn(

@@ -49,7 +49,7 @@ class RowSum(NamedTuple):
     Attributes:
         line: where the rows were summed.
         factor: the largest by which a sum was multiplied; 0 if there are means alone.
-        rest: the same for sums that were not divided by any count; without what may be a term's weight.
+        undivided: the same for sums that were not divided by a count, without what may be weights of terms.
         weight: the largest by which a term of a sum or a mean was multiplied, except by numbers that are
             written in the code.
         written: the product of these.
@@ -60,7 +60,7 @@ class RowSum(NamedTuple):
 
     line: str
     factor: float
-    rest: float
+    undivided: float
     weight: float
     written: float
     num_terms: int
@@ -72,7 +72,7 @@ class RowSum(NamedTuple):
 
         Beside means, a sum that was divided by any count may be one of them.
         """
-        factor = self.rest if beside_means else max(self.factor, self.rest)
+        factor = self.undivided if beside_means else max(self.factor, self.undivided)
         return factor * num_rows > 1 + _ROUNDING
 
 
@@ -125,10 +125,10 @@ class RowSums:
         if isinstance(divisor, Tensor) and divisor.requires_grad:
             return  # a quotient, as a Dice loss is
         heaviest = max(sums, key=lambda each: each.weight)
-        largest = max(sums, key=lambda each: each.factor)
+        largest = max(sums, key=lambda each: (each.undivided, each.factor))
         found = heaviest._replace(
-            factor=largest.factor,
-            rest=max(each.rest for each in sums),
+            factor=max(each.factor for each in sums),
+            undivided=largest.undivided,
             line=largest.line if largest.factor else heaviest.line,
             added=self._added(call, sums),
         )
@@ -141,26 +141,28 @@ class RowSums:
     def _scaled(self, found: RowSum, call: Call, result: Tensor) -> RowSum:
         factor = factor_in(call)
         is_written = _is_written(factor)
-        found = found._replace(factor=found.factor * factor, rest=self._rest(found, call, is_written))
+        found = found._replace(
+            factor=found.factor * factor, undivided=self._undivided(found, call, is_written)
+        )
         if is_written:
             return found._replace(written=found.written * factor)
         found = found._replace(weight=found.weight * factor)
         is_sum = found.factor == 0 and self._is_of_all(found) and multiplies_by_size()
         return found._replace(factor=1.0) if is_sum else found
 
-    def _rest(self, found: RowSum, call: Call, is_written: bool) -> float:
+    def _undivided(self, found: RowSum, call: Call, is_written: bool) -> float:
         """Return by what a sum was multiplied that is no mean: not what may be a weight of its term."""
         factor = factor_in(call)
         if any(map(_is_zero, call.args)):  # a weight that begins at zero
             return 0.0
         counts = self._rows.num_rows, found.num_terms
         if any(math.isclose(factor * each, 1, rel_tol=_ROUNDING) for each in counts):
-            return found.rest * factor
+            return found.undivided * factor
         if SCALING[call.name] == 1:
             is_weight = is_written or factor >= 1 or not (multiplies_by_count() or divides_by_variable())
         else:
             is_weight = is_written and not isinstance(call.args[1], Tensor)
-        return found.rest * max(1.0, factor) if is_weight else 0.0
+        return found.undivided * max(1.0, factor) if is_weight else 0.0
 
     def _is_of_all(self, mean: RowSum) -> bool:
         """Say whether a mean was multiplied by its rows or terms, and so is a sum again."""
@@ -186,10 +188,10 @@ class RowSums:
             is_over_rows = terms.requires_grad and self._rows.dimension_of(terms) == 0
             if num_terms and total.numel() == 1 and is_over_rows:
                 factor = self._factor_of(terms) ** (order or 1)
-                rest = 0.0 if self._means.has(total) else factor
-                found = RowSum(str(ProgramLine.current()), factor, rest, factor, 1.0, num_terms)
+                undivided = 0.0 if self._means.has(total) else factor
+                found = RowSum(str(ProgramLine.current()), factor, undivided, factor, 1.0, num_terms)
                 if name == "mean" or reduction == MEAN:
-                    found = found._replace(factor=0.0, rest=0.0, weight=factor / num_terms)
+                    found = found._replace(factor=0.0, undivided=0.0, weight=factor / num_terms)
                 held = self._squares if order == 2 else self._sums
                 held[id(total)] = found, total
 
