@@ -1301,10 +1301,10 @@ def data_and_layers_by_reports(job):
             seen += sum(len(rows["y"]) for rows in batch.slices.values())
             for tower in towers(batch):
                 loss = loss_of(model, tower.batch)
-                model.last = loss.item()
                 tower.backward(loss)
             report = towers.average()
             optimizer.step()
+        model.last = model[0].last = loss.item()
         data.level, model[1].p = report.loss, min(0.5, report.loss / 9)
         if report.loss > 1e6:
             model[0].requires_grad_(False)

@@ -183,10 +183,10 @@ class Replica:
         if self._has_other_entries():
             return {}
         found = self.watch.tensors.hashes_of_all()
-        own = {name for name, _ in self.model.named_buffers() if name not in found}
-        own |= {f"module.{name}" for name in own}  # in an AveragedModel
+        unshared = {name for name, _ in self.model.named_buffers() if name not in found}
+        unshared |= {f"module.{name}" for name in unshared}  # in an AveragedModel
         for name, module in beside.items():
-            hashes = WeightHash.of_module(module, own).by_name()
+            hashes = WeightHash.of_module(module, unshared).by_name()
             found |= {f"{name}.{each}": value for each, value in hashes.items()}
         return found
 

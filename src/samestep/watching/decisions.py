@@ -29,7 +29,7 @@ from samestep.watching.program.code_values import (
     is_of_samestep,
     kind_of,
 )
-from samestep.watching.program.effects import changes_layers, is_layer, name_of_change, settings_of
+from samestep.watching.program.effects import changes_layers, is_setting, name_of_change, settings_of
 from samestep.watching.program.pass_results import CLOCK, LEFT, OWN, PASSES, PassResults, is_loader
 from samestep.watching.program.program_line import ProgramLine, frames_of_program
 from samestep.watching.program.source_code import SourceCode
@@ -294,7 +294,9 @@ class _Decisions(PassResults):
             self._check("what is trained", sources, target.lineno)
         elif (is_part and name in _WEIGHTS) or issubclass(kind_of(self.visit(edited)), nn.Parameter):
             self._check("a weight", sources, target.lineno)
-        elif isinstance(edited, ast.Attribute) and is_layer(kind := kind_of(self.visit(edited.value))):
+        elif isinstance(edited, ast.Attribute) and is_setting(
+            kind := kind_of(self.visit(edited.value)), name
+        ):
             self._check(f"a setting of {kind.__name__}", sources, target.lineno)
 
     def _edited_by(self, target: ast.expr, given: Iterable[ast.expr]) -> frozenset[Place]:

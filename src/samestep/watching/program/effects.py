@@ -14,7 +14,7 @@ from samestep.watching.program.calls import by_name, positional_names
 from samestep.watching.program.code_values import Method, Value, attribute_of, is_of_samestep, kind_of
 from samestep.watching.program.pass_results import is_object_of
 
-__all__ = ["changes_layers", "is_layer", "name_of_change", "settings_of"]
+__all__ = ["changes_layers", "is_setting", "name_of_change", "settings_of"]
 
 _ARGUMENTS = ("batch", "batch_size", "clip_norm", "num_towers", "seed", "steps")
 """Parameters of samestep's classes on which the result depends."""
@@ -59,9 +59,14 @@ def changes_layers(function: object) -> bool:
     return function.__module__ in _CHANGING_LAYERS or function is vector_to_parameters
 
 
-def is_layer(kind: type) -> bool:
+def _is_layer(kind: type) -> bool:
     """Say whether this is one of torch's own layers."""
     return issubclass(kind, nn.Module) and kind.__module__.startswith("torch.")
+
+
+def is_setting(kind: type, name: str) -> bool:
+    """Say whether one of torch's own layers is made with a setting of this name."""
+    return _is_layer(kind) and name in positional_names(attribute_of(kind, "__init__"))
 
 
 def settings_of(called: Value, arguments: Sequence[Value], named: Mapping[str, Value]) -> Mapping[str, Value]:
@@ -71,7 +76,7 @@ def settings_of(called: Value, arguments: Sequence[Value], named: Mapping[str, V
     kind, is_new = kind_of(called), isinstance(called.object, type)
     method = called.object.function if isinstance(called.object, Method) else None
     is_step = method is not None and method.__name__ == "step"
-    is_of_torch = (is_new and (is_layer(kind) or issubclass(kind, (Optimizer, LRScheduler)))) or (
+    is_of_torch = (is_new and (_is_layer(kind) or issubclass(kind, (Optimizer, LRScheduler)))) or (
         is_step and issubclass(kind, (LBFGS, LRScheduler))
     )
     if not (is_of_torch or is_of_samestep(kind)):

@@ -146,10 +146,8 @@ class PassResults(WorkerValues):
     ) -> Value | None:
         """Visit what a call runs, and what samestep calls in it, if that is code of the program."""
         match called.object:
-            case Method(function=FunctionType(__name__="run"), of=trainer) if is_object_of(
-                "Trainer", trainer
-            ):
-                self._visit_twice(lambda: self._visit_run(trainer))
+            case Method(function=FunctionType(__name__="run"), of=holder) if is_object_of("Trainer", holder):
+                self._visit_twice(lambda: self._visit_run(holder))
         if not (is_object_of("Elastic", called) and arguments):
             return super()._call_object(called, arguments, named)
         function, *others = arguments
