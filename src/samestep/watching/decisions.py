@@ -286,7 +286,10 @@ class _Decisions(PassResults):
         if not sources:
             return
         edited = edited_by(target)
-        name = edited.attr if isinstance(edited, ast.Attribute) else ""
+        name = ""
+        holder: type = object
+        if isinstance(edited, ast.Attribute):
+            name, holder = edited.attr, kind_of(self.visit(edited.value))
         is_part |= edited is not target
         if name == "grad":
             self._check("a gradient", sources, target.lineno)
@@ -294,10 +297,8 @@ class _Decisions(PassResults):
             self._check("what is trained", sources, target.lineno)
         elif (is_part and name in _WEIGHTS) or issubclass(kind_of(self.visit(edited)), nn.Parameter):
             self._check("a weight", sources, target.lineno)
-        elif isinstance(edited, ast.Attribute) and is_setting(
-            kind := kind_of(self.visit(edited.value)), name
-        ):
-            self._check(f"a setting of {kind.__name__}", sources, target.lineno)
+        elif is_setting(holder, name):
+            self._check(f"a setting of {holder.__name__}", sources, target.lineno)
 
     def _edited_by(self, target: ast.expr, given: Iterable[ast.expr]) -> frozenset[Place]:
         """Return the numbers of its own by which a worker edits a tensor outside of passes."""
