@@ -987,6 +987,7 @@ def run(program, num_workers, path):
 @pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
 def test_it_is_named(program, num_workers, tmp_path):
     whose = "this worker's clock" if "clock" in program.__name__ else "the passes of this worker"
+    whose = "the rows of this worker" if program is validated_on_own_rows else whose
     with pytest.warns(UserWarning, match=f"computed from {whose} alone: {WRONG[program]} ") as caught:
         outcomes = run(program, num_workers, tmp_path)
     assert [outcome.error for outcome in outcomes] == [None] * num_workers

@@ -30,7 +30,7 @@ from samestep.watching.program.code_values import (
     kind_of,
 )
 from samestep.watching.program.effects import changes_layers, is_setting, name_of_change, settings_of
-from samestep.watching.program.pass_results import CLOCK, LEFT, OWN, PASSES, PassResults, is_loader
+from samestep.watching.program.pass_results import CLOCK, LEFT, OWN, PASSES, ROWS, PassResults, is_loader
 from samestep.watching.program.program_line import ProgramLine, frames_of_program
 from samestep.watching.program.source_code import SourceCode
 from samestep.watching.program.syntax import edited_by, is_in_place
@@ -50,6 +50,8 @@ _WEIGHTS = ("bias", "weight")
 _REMEDIES = {
     PASSES: "Each worker runs only some of the towers, so another number of workers would decide otherwise: "
     "use what all workers have, such as report.loss, or what towers.gather() returns",
+    ROWS: "Each worker has only some of the slices of a loader's batch, so another number of workers would "
+    "decide otherwise: use a DataLoader of all rows on each worker, or an Evaluation",
     CLOCK: "Each worker has a clock of its own, so workers would not decide alike: count steps instead, "
     "such as by towers.step",
 }
@@ -229,7 +231,7 @@ class _Decisions(PassResults):
         return any(
             self._check(
                 f"{argument or 'arguments'} of {name}",
-                self._all_in(value) - (OWN if argument in _HOLDERS else but),
+                self._all_in(value) - (OWN if argument in _HOLDERS else but) - _own_rows(argument),
                 self._line,
             )
             for argument, value in given.items()
@@ -335,3 +337,8 @@ class _Decisions(PassResults):
     def _check_end(self, node: ast.stmt, ended: Sequence[ast.stmt]) -> None:
         if self._decided_by and any(loop in self._loops for loop in ended):
             self._check("the end of the loop over steps", self._decided_by, node.lineno)
+
+
+def _own_rows(argument: str) -> frozenset[Place]:
+    """Return the rows that a worker may have as its own in an argument: those of a batch."""
+    return frozenset({ROWS} if argument == "batch" else ())

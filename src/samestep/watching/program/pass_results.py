@@ -25,12 +25,13 @@ from samestep.watching.program.source_code import Function, SourceCode
 from samestep.watching.program.syntax import branch_without_value, constant_number, is_in_place
 from samestep.watching.program.worker_values import WorkerValues
 
-__all__ = ["CLOCK", "LEFT", "OWN", "PASSES", "PassResults", "is_loader", "is_object_of"]
+__all__ = ["CLOCK", "LEFT", "OWN", "PASSES", "ROWS", "PassResults", "is_loader", "is_object_of"]
 
 PASSES = Place("the passes of this worker", "")
+ROWS = Place("the rows of this worker", "")
 CLOCK = Place("this worker's clock", "")
 
-OWN = frozenset({PASSES, CLOCK})
+OWN = frozenset({PASSES, ROWS, CLOCK})
 """What each worker has of its own; a place's holder is its name."""
 
 LEFT = Place("what passes of earlier steps have left", "")
@@ -229,7 +230,7 @@ class PassResults(WorkerValues):
 
     def _left_by(self, sources: frozenset[Place]) -> frozenset[Place]:
         """Return `LEFT` if what code sets is computed from results outside of passes."""
-        is_left = not self._is_in_pass and PASSES in sources | self._values.deciding
+        is_left = not self._is_in_pass and {PASSES, ROWS} & (sources | self._values.deciding)
         return frozenset({LEFT}) if is_left else NOWHERE
 
     def _note_loss(self, sources: frozenset[Place]) -> None:
@@ -239,7 +240,7 @@ class PassResults(WorkerValues):
         """Return an attribute's value; `slices` of a loader's batch are the rows that this worker has."""
         value = super().visit_Attribute(node)
         may_be_batch = node.attr == "slices" and kind_of(self.visit(node.value)).__name__ in _BATCHES
-        return value.computed_from(frozenset({PASSES})) if may_be_batch else value
+        return value.computed_from(frozenset({ROWS})) if may_be_batch else value
 
     def _make(self, kind: type, arguments: Sequence[Value], named: Mapping[str, Value]) -> Value:
         made = super()._make(kind, arguments, named)
