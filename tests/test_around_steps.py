@@ -243,6 +243,28 @@ class Counting(nn.Module):
         return self.layer(x)
 
 
+def saved_with_a_critic(job, edit=lambda critic: None):
+    """Save two models, each with its own `Towers`; the critic's buffer is that of each worker."""
+    torch.manual_seed(0)
+    model, critic = net(), Counting()
+    towers, of_critic = Towers(model, 7, job=job), Towers(critic, 7, job=job, buffers={"rows": "ignore"})
+    take_step(towers, batch_of(0))
+    take_step(of_critic, batch_of(0))
+    edit(critic)
+    samestep.save(tempfile.mkdtemp(), model=model, towers=towers, critic=critic, of_critic=of_critic)
+    return samestep.digest(model)
+
+
+@kept
+def another_model_with_a_buffer_that_nobody_shares(job):
+    return saved_with_a_critic(job)
+
+
+@refused(DisagreementError, "checkpoint", "hash of the weights in layer.weight", alone=False)
+def another_model_that_came_apart(job):
+    saved_with_a_critic(job, lambda critic: critic.layer.weight.data.mul_(1 + job.rank))
+
+
 @kept
 def averages_of_a_buffer_that_nobody_shares(job):
     torch.manual_seed(0)

@@ -220,8 +220,8 @@ class Elastic:
 
     def _compare(self) -> None:
         """Compare the weights of all workers: the program may have changed them since the last step."""
-        for towers in self._state.towers:
-            towers._check_weights(f"step {towers.step}, the end", self._state.objects.beside)
+        for towers, beside in self._state.objects.compared:
+            towers._check_weights(f"step {towers.step}, the end", beside)
 
     def _make(self, call: Call, work: Callable[[], Any]) -> None:
         self._call, number = call, self._num_done

@@ -50,7 +50,7 @@ class ElasticState:
         self._large = replace(objects, state=large)
         all_kept = (objects.towers, objects.loader, *objects.state.values())
         self.kept = [each for each in all_kept if each is not None]
-        self.towers = [each for each in self.kept if isinstance(each, Towers)]
+        self.towers = objects.all_towers
         self.optimizers = [each for each in self.kept if isinstance(each, Optimizer)]
         self._small = [each for each in self.kept if not isinstance(each, nn.Module)]
 

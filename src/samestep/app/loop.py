@@ -237,9 +237,8 @@ class Loop:
     def _compare_at_end(self) -> None:
         """Compare the weights of all workers: callbacks may have changed them since the last checkpoint."""
         if self._is_last and self.metrics is not None:
-            step = self._trainer.step
-            beside = {} if step.averaged_model is None else {"averaged_model": step.averaged_model}
-            step.towers._check_weights(f"step {self._step}, the end", beside)
+            for towers, beside in objects_of(self._trainer).compared:
+                towers._check_weights(f"step {towers.step}, the end", beside)
 
     # ---- regrouping after workers are lost or have joined --------------------------------------------
 

@@ -103,11 +103,11 @@ def write_checkpoint(trainer: Trainer, writer: CheckpointWriter) -> None:
     Raises:
         DisagreementError: workers have different weights, of which only worker 0's would be written.
     """
-    towers = trainer.step.towers
     objects = replace(objects_of(trainer, _noted(trainer)), rng=_has_drawn(trainer))
-    towers._check_weights(f"step {towers.step}, checkpoint", objects.beside)
-    objects = objects.gathered()
-    writer.write(towers.step, lambda: take_snapshot(objects))
+    for towers, beside in objects.compared:
+        towers._check_weights(f"step {towers.step}, checkpoint", beside)
+    gathered = objects.gathered()
+    writer.write(trainer.step.towers.step, lambda: take_snapshot(gathered))
 
 
 def _has_drawn(trainer: Trainer) -> bool:

@@ -73,10 +73,21 @@ class TrainingObjects:
         return {WEIGHTS: self.model, AVERAGES: averages}
 
     @property
-    def beside(self) -> dict[str, nn.Module]:
-        """The modules beside the model, by name."""
-        found = {"averaged_model": self.averaged_model, **self.state}
-        return {name: each for name, each in found.items() if isinstance(each, nn.Module)}
+    def all_towers(self) -> list[Towers]:
+        """The `Towers` among them."""
+        return [each for each in (self.towers, *self.state.values()) if isinstance(each, Towers)]
+
+    @property
+    def compared(self) -> list[tuple[Towers, dict[str, nn.Module]]]:
+        """Each of the `Towers`, with the modules, by name, to be compared together with its model.
+
+        The first one has those that are no model of any `Towers`: averages of weights, and other nets.
+        """
+        models = [each.model for each in self.all_towers]
+        found = {AVERAGES: self.averaged_model, **self.state}
+        beside = {name: each for name, each in found.items() if isinstance(each, nn.Module)}
+        beside = {n: each for n, each in beside.items() if not any(each is model for model in models)}
+        return [(towers, {} if number else beside) for number, towers in enumerate(self.all_towers)]
 
     @property
     def own(self) -> dict[str, Any]:

@@ -96,7 +96,8 @@ def save(  # noqa: PLR0913 - what a run's state consists of
     if step is not None:
         raise ConfigError(f"step = {step} was passed with towers, which know the step: leave step out")
     towers._check_no_step(f"save {path}")
-    towers._check_weights(f"saving a checkpoint ({path})", objects.beside)
+    for each, beside in objects.compared:
+        each._check_weights(f"saving a checkpoint ({path})", beside)
     if rng:
         _check_generators(towers.job, path)
     what, objects = f"saving a checkpoint ({path})", objects.gathered()
