@@ -41,8 +41,13 @@ __all__ = ["check_decisions", "check_outside_gradients"]
 _WITHOUT_EFFECT = ("num_workers", "prefetch_factor")
 """Parameters of loaders on which no result depends."""
 
-_HOLDERS = ("optimizer", "parameters", "params")
-"""Parameters of optimizers, schedules and clipping that are objects, whose other contents are no settings."""
+_LEFT_OUT = {
+    "optimizer": OWN,
+    "parameters": OWN,
+    "params": OWN,
+    "batch": frozenset({ROWS}),
+}
+"""What does not count in arguments: contents of objects that are no settings, and a batch's slices."""
 
 _WEIGHTS = ("bias", "weight")
 """Attributes that are parameters, if nothing else is known of them."""
@@ -144,7 +149,10 @@ class _Decisions(PassResults):
 
     def _attribute_value(self, holder: Value, name: str) -> Value:
         """Return an attribute's value; a gradient that nobody averages is computed from the passes."""
-        value, of = super()._attribute_value(holder, name), self._object_now(holder)
+        value = super()._attribute_value(holder, name)
+        if not self._outside:
+            return value
+        of = self._object_now(holder)
         if name == "grad" and id(of) in self._outside:
             return value.computed_from(frozenset({PASSES}))
         self._note_object(value, attribute_of(of, name))
@@ -231,7 +239,7 @@ class _Decisions(PassResults):
         return any(
             self._check(
                 f"{argument or 'arguments'} of {name}",
-                self._all_in(value) - (OWN if argument in _HOLDERS else but) - _own_rows(argument),
+                self._all_in(value) - but - _LEFT_OUT.get(argument, NOWHERE),
                 self._line,
             )
             for argument, value in given.items()
@@ -337,8 +345,3 @@ class _Decisions(PassResults):
     def _check_end(self, node: ast.stmt, ended: Sequence[ast.stmt]) -> None:
         if self._decided_by and any(loop in self._loops for loop in ended):
             self._check("the end of the loop over steps", self._decided_by, node.lineno)
-
-
-def _own_rows(argument: str) -> frozenset[Place]:
-    """Return the rows that a worker may have as its own in an argument: those of a batch."""
-    return frozenset({ROWS} if argument == "batch" else ())

@@ -6,12 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from samestep.watching.losses.rows import is_over_all, is_over_rows
+from samestep.watching.losses.rows import is_over_all, is_over_rows, norm_order
 from samestep.watching.operators.operator_calls import (
     MEAN,
     SUM,
     Call,
-    norm_order,
     reduction_of,
     square_of,
     tensors_in,

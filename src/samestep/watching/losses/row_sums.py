@@ -10,13 +10,12 @@ from torch import Tensor
 
 from samestep.watching.losses.light_terms import LightTerms
 from samestep.watching.losses.pass_means import PassMeans
-from samestep.watching.losses.rows import Rows
+from samestep.watching.losses.rows import Rows, norm_order
 from samestep.watching.operators.operator_calls import (
     MEAN,
     OF_LABELS,
     SUM,
     Call,
-    norm_order,
     number_of,
     reduction_of,
     square_of,
@@ -141,18 +140,16 @@ class RowSums:
     def _scaled(self, found: RowSum, call: Call, result: Tensor) -> RowSum:
         factor = factor_in(call)
         is_written = _is_written(factor)
-        found = found._replace(
-            factor=found.factor * factor, undivided=self._undivided(found, call, is_written)
-        )
+        undivided = self._undivided(found, call, factor, is_written)
+        found = found._replace(factor=found.factor * factor, undivided=undivided)
         if is_written:
             return found._replace(written=found.written * factor)
         found = found._replace(weight=found.weight * factor)
         is_sum = found.factor == 0 and self._is_of_all(found) and multiplies_by_size()
         return found._replace(factor=1.0) if is_sum else found
 
-    def _undivided(self, found: RowSum, call: Call, is_written: bool) -> float:
+    def _undivided(self, found: RowSum, call: Call, factor: float, is_written: bool) -> float:
         """Return by what a sum was multiplied that is no mean: not what may be a weight of its term."""
-        factor = factor_in(call)
         if any(map(_is_zero, call.args)):  # a weight that begins at zero
             return 0.0
         counts = self._rows.num_rows, found.num_terms

@@ -11,10 +11,11 @@ from torch._ops import OpOverload
 from samestep.watching.operators.operator_calls import Call, argument, tensors_in
 from samestep.watching.operators.origins import Kept, is_dense, keep_address, storage_of
 
-__all__ = ["BY_ELEMENT", "Rows", "is_over_all", "is_over_rows"]
+__all__ = ["BY_ELEMENT", "Rows", "is_over_all", "is_over_rows", "norm_order"]
 
 BY_ELEMENT = {"add", "sub", "mul", "div"}
 
+_NORM = "linalg_vector_norm"
 _COPYING = {"clone", "_to_copy"}
 
 _FIRST = {"mm": 0, "mv": 0, "bmm": 0, "addmm": 1, "addmv": 1, "baddbmm": 1}
@@ -91,6 +92,13 @@ class Rows:
 def is_over_all(call: Call) -> bool:
     """Say whether an operator works along no dimension of those that it could."""
     return argument(call.func, "dim", call.args, call.kwargs) in (None, [])
+
+
+def norm_order(call: Call) -> float | None:
+    """Return the order of a norm over all elements; None for other operators."""
+    if call.name != _NORM or not is_over_all(call):
+        return None
+    return float(argument(call.func, "ord", call.args, call.kwargs, 2))
 
 
 def is_over_rows(call: Call) -> bool:

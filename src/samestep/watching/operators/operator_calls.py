@@ -21,7 +21,6 @@ __all__ = [
     "Kind",
     "argument",
     "is_arithmetic",
-    "norm_order",
     "number_of",
     "reduction_of",
     "square_of",
@@ -38,8 +37,6 @@ _DRAWING = "normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ log_normal_
 _OVERWRITING = {"copy_", "fill_", "zero_", "set_", "_foreach_copy_", "_foreach_zero_", *_DRAWING.split()}
 
 _ARITHMETIC = {"mul", "div", "add", "sub", "rsub", "pow", "mul_", "div_", "add_", "sub_", "pow_"}
-
-_NORM = "linalg_vector_norm"
 
 _LOOKUPS = {"index", "index_select", "gather", "take", "embedding"}
 
@@ -121,13 +118,6 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 def reduction_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the reduction of torch's loss functions, as its number; None for other operators."""
     return argument(func, "reduction", args, kwargs, MEAN)
-
-
-def norm_order(call: Call) -> float | None:
-    """Return the order of a norm over all elements; None for other operators."""
-    if call.name != _NORM or argument(call.func, "dim", call.args, call.kwargs) not in (None, []):
-        return None
-    return float(argument(call.func, "ord", call.args, call.kwargs, 2))
 
 
 def square_of(call: Call) -> Tensor | None:

@@ -267,14 +267,14 @@ class PassResults(WorkerValues):
     def visit_Call(self, node: ast.Call) -> Value:
         """Return what a call returns; a collective's arguments are the same on all workers afterwards."""
         value = super().visit_Call(node)
+        given = NOWHERE.union(*(self._found.get(id(each), NOWHERE) for each in node.args))
         match node.func:
             case ast.Attribute(value=ast.Subscript() as entry, attr=method) if method in _ADDING:
                 self._note_entry(entry)
                 if self.visit(entry).key is None:  # it is not known which one it is
-                    added = self._data_of_call(map(self.visit, node.args))
-                    self._values.fill(self.visit(entry.value), added, is_change=True)
+                    self._values.fill(self.visit(entry.value), given, is_change=True)
         if self._is_in_pass and _is_backward(node.func):
-            self._note_loss(NOWHERE.union(*(self._found.get(id(each), NOWHERE) for each in node.args)))
+            self._note_loss(given)
         if not _is_collective(node):
             return value
         self._share([*node.args, *(each.value for each in node.keywords)])
