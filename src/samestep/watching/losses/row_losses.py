@@ -48,7 +48,7 @@ class RowLosses:
             warn(
                 f"{who}: its loss has a sum over rows, made in {line}, beside means: tower.backward takes "
                 "the mean over the tower's rows, so the gradient depends on the number of towers: divide the "
-                "sum by tower.rows"
+                "sum by tower.rows or, in a Step's loss_fn, by the number of rows that it gets"
             )
             return
         warn(
