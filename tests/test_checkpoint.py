@@ -230,6 +230,22 @@ def test_state_that_cannot_be_written_is_named(tmp_path, value):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (nn.Linear(2, 1, device="meta"), "it is on the meta device"),
+        (nn.LazyLinear(1), "its layer is lazy and has not run yet"),
+    ],
+)
+def test_tensors_without_values_are_named(tmp_path, layer, why):
+    sentence = f"weight has no values, because {why}: give it some first, or leave it out"
+    with pytest.raises(ConfigError, match=f"^head.{sentence}$"):
+        samestep.save(tmp_path / "one", step=1, model=nn.Linear(1, 1), head=layer)
+    with pytest.raises(ConfigError, match=f"^model: {sentence}$"):
+        samestep.save(tmp_path / "one", step=1, model=layer)
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---- the experiment ------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from samestep.checkpoint.objects import (
     load_state,
     state_of,
 )
-from samestep.checkpoint.state_tree import from_outline, to_outline
+from samestep.checkpoint.state_tree import check_values, from_outline, to_outline
 from samestep.errors import ConfigError, DataError, Error, one_line, shown
 from samestep.identity import Fingerprint, fingerprint
 from samestep.sharding.sharded_optimizer import ShardedOptimizer
@@ -197,6 +197,7 @@ def _load(name: str, target: Any, state: Any, path: Path, undo: ExitStack) -> No
 def _copies(tensors: Mapping[str, Tensor], part: str, layout: torch.memory_format) -> dict[str, Tensor]:
     copies = {}
     for name, tensor in tensors.items():
+        check_values(f"{part}: {name}", tensor)
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype in _NOT_ON_DISK:
             raise ConfigError(
                 f"{part}: {name} is {tensor.layout} {tensor.dtype}, which safetensors cannot hold; keep it "

@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from samestep.errors import ConfigError, one_line, shown
 
-__all__ = ["from_outline", "to_outline"]
+__all__ = ["check_values", "from_outline", "to_outline"]
 
 
 def to_outline(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -87,7 +88,15 @@ def _outline_dict(value: dict[Any, Any], name: str, tensors: dict[str, Tensor]) 
     return {"$dict": [[to_outline(key, name, {}), item] for key, item in items]}
 
 
+def check_values(name: str, tensor: Tensor) -> None:
+    """Raise a ConfigError if a tensor has no values to write."""
+    if tensor.is_meta or is_lazy(tensor):
+        why = "it is on the meta device" if tensor.is_meta else "its layer is lazy and has not run yet"
+        raise ConfigError(f"{name} has no values, because {why}: give it some first, or leave it out")
+
+
 def _outline_tensor(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    check_values(name, tensor)
     while name in tensors:  # {"a.b": ...} beside {"a": {"b": ...}}
         name += "'"
     tensors[name] = tensor
