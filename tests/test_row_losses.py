@@ -179,10 +179,30 @@ class BesideAMeanHalved(BesideAMean):
         return divergence / 2
 
 
+class BesideAMeanTimesRows(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        return F.cross_entropy(z, y) + len(x) * z.square().mean()
+
+
+class BesideAMeanOfAllTimesRows(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        return F.cross_entropy(z, y) + z.square().sum() / z.numel() * len(x)
+
+
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program",
-    [BesideAMean, BesideAMeanOfLabels, BesideAMeanByANumber, BesideAMeanByASetting, BesideAMeanHalved],
+    [
+        BesideAMean,
+        BesideAMeanOfLabels,
+        BesideAMeanByANumber,
+        BesideAMeanByASetting,
+        BesideAMeanHalved,
+        BesideAMeanTimesRows,
+        BesideAMeanOfAllTimesRows,
+    ],
 )
 def test_a_sum_beside_a_mean_is_told_of_once_on_each_worker(program, num_workers):
     told = told_of(program, num_workers, "its loss has a sum over rows, made in test_row_losses.py, line ")
@@ -441,6 +461,56 @@ class ByALoopOfParts(Program):
         return total
 
 
+class Distilled(Program):
+    """From soft labels at another temperature, whose square is larger than the number of rows."""
+
+    temperature, share = 4.0, 0.7
+
+    def loss(self, x, y):
+        z = self.model(x)
+        divergence = F.kl_div(
+            (z / self.temperature).log_softmax(1), x[:, :3].softmax(1), reduction="batchmean"
+        )
+        return self.weighed(divergence * self.temperature**2, F.cross_entropy(z, y))
+
+    def weighed(self, divergence, loss):
+        return self.share * divergence + (1 - self.share) * loss
+
+
+class DistilledAlone(Distilled):
+    def weighed(self, divergence, loss):
+        return divergence
+
+
+class DistilledInPlace(Distilled):
+    def weighed(self, divergence, loss):
+        divergence *= 9
+        loss += divergence
+        return loss
+
+
+class HeavyAndDivided(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        return 90 * z.square().sum() / z.numel() + F.cross_entropy(z, y)
+
+
+class HeavyByAShare(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        return 90 / len(x) * z.square().sum() + F.cross_entropy(z, y)
+
+
+class HeavyOfDividedTerms(OfDividedTerms):
+    def loss(self, x, y):
+        return 9 * super().loss(x, y)
+
+
+class HeavyAndMasked(Masked):
+    def loss(self, x, y):
+        return 9 * super().loss(x, y)
+
+
 class OfOneRow(ByReduction):
     def batch(self, step):
         return batch_of(step, 7)
@@ -478,6 +548,13 @@ class OfMeansOverRows(Program):
         Scaled,
         ByALoopDivided,
         ByALoopOfParts,
+        Distilled,
+        DistilledAlone,
+        DistilledInPlace,
+        HeavyAndDivided,
+        HeavyByAShare,
+        HeavyOfDividedTerms,
+        HeavyAndMasked,
         OfOneRow,
         OfMeansOverRows,
         BesideAMeanDivided,

@@ -140,26 +140,43 @@ class RowSums:
     def _scaled(self, found: RowSum, call: Call, result: Tensor) -> RowSum:
         factor = factor_in(call)
         is_written = _is_written(factor)
-        undivided = self._undivided(found, call, factor, is_written)
-        found = found._replace(factor=found.factor * factor, undivided=undivided)
+        makes_mean = self._makes_mean(found, call, factor, is_written)
+        if makes_mean:
+            found = found._replace(factor=0.0, undivided=0.0)
+        else:
+            undivided = self._undivided(found, call, factor, is_written)
+            found = found._replace(factor=found.factor * factor, undivided=undivided)
         if is_written:
             return found._replace(written=found.written * factor)
         found = found._replace(weight=found.weight * factor)
-        is_sum = found.factor == 0 and self._is_of_all(found) and multiplies_by_size()
-        return found._replace(factor=1.0) if is_sum else found
+        is_sum = found.factor == 0 and self._is_of_all(found) and not makes_mean and multiplies_by_size()
+        return found._replace(factor=1.0, undivided=1.0) if is_sum else found
+
+    def _makes_mean(self, found: RowSum, call: Call, factor: float, is_written: bool) -> bool:
+        """Say whether a sum is divided by the number of its rows or terms, or by another count."""
+        if found.factor == found.undivided == 0:  # it is one
+            return False
+        if self._is_of_one(factor, found.num_terms):
+            return True
+        if SCALING[call.name] == 1:
+            return not is_written and divides_by_variable()  # as in `2 / len(x) * total`
+        is_weight = is_written and not isinstance(call.args[1], Tensor)
+        return not is_weight and factor * self._rows.num_rows <= 1 + _ROUNDING
 
     def _undivided(self, found: RowSum, call: Call, factor: float, is_written: bool) -> float:
         """Return by what a sum was multiplied that is no mean: not what may be a weight of its term."""
         if any(map(_is_zero, call.args)):  # a weight that begins at zero
             return 0.0
-        counts = self._rows.num_rows, found.num_terms
-        if any(math.isclose(factor * each, 1, rel_tol=_ROUNDING) for each in counts):
-            return found.undivided * factor
         if SCALING[call.name] == 1:
-            is_weight = is_written or factor >= 1 or not (multiplies_by_count() or divides_by_variable())
+            is_weight = is_written or factor >= 1 or not multiplies_by_count()
         else:
             is_weight = is_written and not isinstance(call.args[1], Tensor)
         return found.undivided * max(1.0, factor) if is_weight else 0.0
+
+    def _is_of_one(self, factor: float, num_terms: int) -> bool:
+        """Say whether a factor divides by the number of rows or terms."""
+        counts = self._rows.num_rows, num_terms
+        return any(math.isclose(factor * each, 1, rel_tol=_ROUNDING) for each in counts)
 
     def _is_of_all(self, mean: RowSum) -> bool:
         """Say whether a mean was multiplied by its rows or terms, and so is a sum again."""
@@ -189,6 +206,8 @@ class RowSums:
                 found = RowSum(str(ProgramLine.current()), factor, undivided, factor, 1.0, num_terms)
                 if name == "mean" or reduction == MEAN:
                     found = found._replace(factor=0.0, undivided=0.0, weight=factor / num_terms)
+                elif self._is_of_one(factor, num_terms):
+                    found = found._replace(factor=0.0, undivided=0.0)
                 held = self._squares if order == 2 else self._sums
                 held[id(total)] = found, total
 
