@@ -191,6 +191,36 @@ class BesideAMeanOfAllTimesRows(Program):
         return F.cross_entropy(z, y) + z.square().sum() / z.numel() * len(x)
 
 
+class BesideAMeanByAVariable(Program):
+    def loss(self, x, y):
+        z, rows = self.model(x), len(x)
+        mean = F.mse_loss(z, x[:, :3])
+        loss = mean * rows
+        return loss + F.cross_entropy(z, y)
+
+
+class StackedBesideAMean(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        return torch.stack([z.square().sum(), F.cross_entropy(z, y)]).mean()
+
+
+class BesideAMeanAndScaled(BesideAMean):
+    """Both together, by a setting."""
+
+    num_layers = 12
+
+    def loss(self, x, y):
+        return super().loss(x, y) / self.num_layers
+
+
+class BesideAMeanByAFraction(BesideAMean):
+    sigma = 0.2
+
+    def weighed(self, divergence):
+        return divergence / self.sigma
+
+
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program",
@@ -202,6 +232,10 @@ class BesideAMeanOfAllTimesRows(Program):
         BesideAMeanHalved,
         BesideAMeanTimesRows,
         BesideAMeanOfAllTimesRows,
+        BesideAMeanByAVariable,
+        StackedBesideAMean,
+        BesideAMeanAndScaled,
+        BesideAMeanByAFraction,
     ],
 )
 def test_a_sum_beside_a_mean_is_told_of_once_on_each_worker(program, num_workers):
@@ -511,6 +545,11 @@ class HeavyAndMasked(Masked):
         return 9 * super().loss(x, y)
 
 
+class HeavyAndByALoop(ByALoopDivided):
+    def loss(self, x, y):
+        return 9 * super().loss(x, y)
+
+
 class OfOneRow(ByReduction):
     def batch(self, step):
         return batch_of(step, 7)
@@ -555,6 +594,7 @@ class OfMeansOverRows(Program):
         HeavyByAShare,
         HeavyOfDividedTerms,
         HeavyAndMasked,
+        HeavyAndByALoop,
         OfOneRow,
         OfMeansOverRows,
         BesideAMeanDivided,

@@ -38,6 +38,7 @@ class PassMeans:
     def __init__(self) -> None:
         self._found: dict[int, tuple[Mean, Tensor]] = {}
         self._made_of = TensorSet()  # small tensors that were computed from these means
+        self._multiples = TensorSet()  # of means
         self._totals: dict[int, tuple[Tensor, Tensor]] = {}  # sums and means of weights, and the weights
         self._normalized: dict[int, tuple[float, Tensor]] = {}  # weights, and by what they were divided
         self._scaled: dict[int, tuple[Scaling, Tensor]] = {}
@@ -45,7 +46,14 @@ class PassMeans:
 
     def clear(self) -> None:
         """Forget the pass."""
-        for held in (self._found, self._made_of, self._totals, self._normalized, self._scaled):
+        for held in (
+            self._found,
+            self._made_of,
+            self._multiples,
+            self._totals,
+            self._normalized,
+            self._scaled,
+        ):
             held.clear()
 
     def start_pass(self, rows: int) -> None:
@@ -62,6 +70,8 @@ class PassMeans:
         """
         value = args[0] if args else None
         if isinstance(func, OpOverload) and isinstance(value, Tensor):
+            if func in _DIVISIONS | _PRODUCTS and any(map(self._is_multiple, args[:2])):
+                self._multiples.add(result)
             self._note_scaled(func, value, args, result)
             mean = self._mean(func, value, args, kwargs, result)
             if mean is not None:
@@ -126,8 +136,13 @@ class PassMeans:
     def _of_quotient(self, value: Tensor, number: float) -> Mean | None:
         """Return the mean of a sum that was divided by a count; of a sum of means only if by the rows."""
         mean = _by_count(number)
-        is_mean = mean is not None and (mean.divisor == self._rows or value not in self._made_of)
-        return mean if is_mean else None
+        if mean is None or self._is_multiple(value):
+            return None
+        return mean if mean.divisor == self._rows or value not in self._made_of else None
+
+    def _is_multiple(self, value: object) -> bool:
+        """Say whether a tensor is a mean, or one that was multiplied by a weight."""
+        return id(value) in self._found or value in self._multiples
 
     def _of_product(self, value: Tensor, other: Any) -> Mean | None:
         for each, factor in ((value, other), (other, value)):

@@ -18,15 +18,16 @@ class RowLosses:
 
     def start_step(self) -> None:
         """Forget the passes of another step."""
-        # Where passes have summed their losses, and whether these have means, too; None in one that has not.
-        self._sums = set[tuple[str, bool] | None]()
+        self._sums = set[str | None]()  # where passes have summed their losses; None in one that has not
+        self._has_means = False  # whether such a loss has means, too
         self._parts: list[tuple[RowSum | None, int, float]] = []  # of each loss; see `divisor_of_batch`
 
     def note(self, found: RowSum | None, rows: int, *, is_mean: bool) -> None:
         """Note the sum that the loss of a pass over so many rows is, if it is one."""
         beside_means = is_mean and found is not None and not found.is_by_loop
         is_sum = found is not None and found.is_sum_over(rows, beside_means=beside_means)
-        self._sums.add((found.line, beside_means) if found is not None and is_sum else None)
+        self._sums.add(found.line if found is not None and is_sum else None)
+        self._has_means |= is_sum and beside_means
         self._parts.append((found, rows, 1))
 
     def check(self, who: str, num_towers: int, batch_rows: int, *, is_scaled: bool) -> None:
@@ -38,13 +39,13 @@ class RowLosses:
             return
         if not is_scaled:
             self._check_divisor(who, num_towers, batch_rows)
-        found = next(iter(self._sums), None)
-        if len(self._sums) == 1 and found is not None and not self._has_warned:
-            self._warn_of_sum(who, *found)
+        line = next(iter(self._sums), None)
+        if len(self._sums) == 1 and line is not None and not self._has_warned:
+            self._warn_of_sum(who, line)
 
-    def _warn_of_sum(self, who: str, line: str, beside_means: bool) -> None:
+    def _warn_of_sum(self, who: str, line: str) -> None:
         self._has_warned = True
-        if beside_means:
+        if self._has_means:
             warn(
                 f"{who}: its loss has a sum over rows, made in {line}, beside means: tower.backward takes "
                 "the mean over the tower's rows, so the gradient depends on the number of towers: divide the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,6 +13,8 @@ from samestep.watching.operators.operator_calls import Call, argument, tensors_i
 from samestep.watching.program.program_line import ProgramLine
 
 __all__ = ["RowSteps"]
+
+_ROUNDING = 1e-3
 
 _RECURRENT = {"_cudnn_rnn", "miopen_rnn", "lstm_mps"}
 _RECURRENT_TIME_FIRST = "mkldnn_rnn_layer"  # gets its input transposed already
@@ -84,7 +87,9 @@ class RowSteps:
             together |= part.together
         factor = max(part.factor for part in found)
         if call.name in _LINEAR or call.kind.takes_parts:
-            factor *= factor_in(call) if call.name in SCALING else 1
+            scale = factor_in(call) if call.name in SCALING else 1.0
+            is_mean = math.isclose(scale * self._rows.num_rows, 1, rel_tol=_ROUNDING)
+            factor = 0.0 if is_mean else factor * scale
         else:
             together, factor = rows if rows & (rows - 1) else together, 1.0
         line = str(ProgramLine.current()) if rows == self._all_rows else ""

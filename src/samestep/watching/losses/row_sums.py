@@ -25,7 +25,6 @@ from samestep.watching.operators.origins import Kept, is_dense, keep_address, st
 from samestep.watching.program.program_line import ProgramLine
 from samestep.watching.program.running_factors import (
     divides_by_variable,
-    multiplies_by_count,
     multiplies_by_size,
 )
 
@@ -53,6 +52,7 @@ class RowSum(NamedTuple):
             written in the code.
         written: the product of these.
         num_terms: of that sum or mean.
+        is_mixed: whether it was added to a mean.
         is_by_loop: whether a loop has added single rows; their own means are parts of it.
         added: where a term was added to a sum that does not grow with the rows; "" if none was.
     """
@@ -63,8 +63,18 @@ class RowSum(NamedTuple):
     weight: float
     written: float
     num_terms: int
+    is_mixed: bool = False
     is_by_loop: bool = False
     added: str = ""
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether it is made of means alone."""
+        return self.factor == self.undivided == 0
+
+    def over(self, count: int) -> RowSum:
+        """Return it divided by a number of terms that it is one of."""
+        return self._replace(factor=self.factor / count, weight=self.weight / count)
 
     def is_sum_over(self, num_rows: int, *, beside_means: bool = False) -> bool:
         """Say whether a sum was divided by less than the number of rows, so that it is no mean.
@@ -129,10 +139,13 @@ class RowSums:
             factor=max(each.factor for each in sums),
             undivided=largest.undivided,
             line=largest.line if largest.factor else heaviest.line,
+            is_mixed=self._is_mixed(call, sums),
             added=self._added(call, sums),
         )
         if name in SCALING:
             found = self._scaled(found, call, result)
+        elif name == "mean":
+            found = found.over(call.args[0].numel())
         elif name not in _KEEPING:
             return
         self._sums[id(result)] = found, result
@@ -149,12 +162,12 @@ class RowSums:
         if is_written:
             return found._replace(written=found.written * factor)
         found = found._replace(weight=found.weight * factor)
-        is_sum = found.factor == 0 and self._is_of_all(found) and not makes_mean and multiplies_by_size()
+        is_sum = found.factor == 0 and self._is_of_all(found) and not makes_mean and self._multiplies(found)
         return found._replace(factor=1.0, undivided=1.0) if is_sum else found
 
     def _makes_mean(self, found: RowSum, call: Call, factor: float, is_written: bool) -> bool:
         """Say whether a sum is divided by the number of its rows or terms, or by another count."""
-        if found.factor == found.undivided == 0:  # it is one
+        if found.is_mean or found.is_mixed:
             return False
         if self._is_of_one(factor, found.num_terms):
             return True
@@ -165,13 +178,10 @@ class RowSums:
 
     def _undivided(self, found: RowSum, call: Call, factor: float, is_written: bool) -> float:
         """Return by what a sum was multiplied that is no mean: not what may be a weight of its term."""
-        if any(map(_is_zero, call.args)):  # a weight that begins at zero
-            return 0.0
-        if SCALING[call.name] == 1:
-            is_weight = is_written or factor >= 1 or not multiplies_by_count()
-        else:
-            is_weight = is_written and not isinstance(call.args[1], Tensor)
-        return found.undivided * max(1.0, factor) if is_weight else 0.0
+        divides = SCALING[call.name] == -1 and not (is_written and not isinstance(call.args[1], Tensor))
+        may_be_mean = divides and not found.is_mixed and factor <= 1 + _ROUNDING  # no count is below one
+        is_off = any(map(_is_zero, call.args))  # by a weight that begins at zero
+        return 0.0 if may_be_mean or is_off else found.undivided * max(1.0, factor)
 
     def _is_of_one(self, factor: float, num_terms: int) -> bool:
         """Say whether a factor divides by the number of rows or terms."""
@@ -182,6 +192,14 @@ class RowSums:
         """Say whether a mean was multiplied by its rows or terms, and so is a sum again."""
         counts = self._rows.num_rows, mean.num_terms
         return any(math.isclose(mean.weight * mean.num_terms, each, rel_tol=_ROUNDING) for each in counts)
+
+    def _multiplies(self, mean: RowSum) -> bool:
+        return multiplies_by_size(self._rows.num_rows, mean.num_terms)
+
+    @staticmethod
+    def _is_mixed(call: Call, sums: list[RowSum]) -> bool:
+        adds_to_mean = call.name in _ADDING and len({each.is_mean for each in sums}) > 1
+        return adds_to_mean or any(each.is_mixed for each in sums)
 
     def _added(self, call: Call, sums: list[RowSum]) -> str:
         is_sum = any(each.is_sum_over(self._rows.num_rows) for each in sums)

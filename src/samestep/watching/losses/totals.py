@@ -81,5 +81,5 @@ def _divisor(found: RowSum, rows: int, count: float) -> float | None:
     is_mean = found.factor == 0 and math.isclose(divisor, found.num_terms, rel_tol=_ROUNDING)
     is_of_means = math.isclose(divisor, per_row, rel_tol=_ROUNDING)  # of each row
     is_written = not math.isclose(found.written, 1)
-    is_divided = math.isclose(divisor, count, rel_tol=_ROUNDING) and not (is_of_means or is_written)
-    return divisor if is_mean or is_divided else None
+    is_divided = math.isclose(divisor, count, rel_tol=_ROUNDING) and not is_of_means
+    return divisor if (is_mean or is_divided) and not is_written else None

@@ -16,9 +16,12 @@ LEAST_COUNT = 2
 _SIZES = {"rows", "shape", "size", "numel"}  # of tensors and towers
 
 
-def multiplies_by_size() -> bool:
-    """Say whether a factor of it is `len(...)`, or a size of a tensor or a tower."""
-    return any(map(_is_size, _running_factors()))
+def multiplies_by_size(*sizes: int) -> bool:
+    """Say whether a factor of it is `len(...)`, a size of a tensor or tower, or a variable equal to these."""
+    factors = _running_factors()
+    return any(map(_is_size, factors)) or any(
+        isinstance(each, int) and each in sizes for each in _variables(factors)
+    )
 
 
 def multiplies_by_count() -> bool:
@@ -29,12 +32,7 @@ def multiplies_by_count() -> bool:
     factors = _running_factors()
     if any(map(_is_size, factors)):
         return True
-    names = {each.id for each in factors if isinstance(each, ast.Name)}
-    frame = next(frames_of_program(), None)
-    if frame is None or not names:
-        return False
-    variables = dict(locals_of(frame))
-    return any(_is_count(variables.get(name, frame.f_globals.get(name))) for name in names)
+    return any(map(_is_count, _variables(factors)))
 
 
 def divides_by_variable() -> bool:
@@ -52,6 +50,16 @@ def divides_by_variable() -> bool:
 def _running_factors() -> list[ast.expr]:
     running = _running()
     return [] if running is None else list(_factors(running))
+
+
+def _variables(factors: list[ast.expr]) -> list[Any]:
+    """Return the values of the factors that are names."""
+    names = {each.id for each in factors if isinstance(each, ast.Name)}
+    frame = next(frames_of_program(), None)
+    if frame is None or not names:
+        return []
+    variables = dict(locals_of(frame))
+    return [variables.get(name, frame.f_globals.get(name)) for name in names]
 
 
 def _running() -> ast.expr | None:
