@@ -89,6 +89,18 @@ class MeanTimesElements(Program):
         return z.numel() * F.mse_loss(z, x[:, :3])
 
 
+class ByADotProduct(Program):
+    def loss(self, x, y):
+        error = (self.model(x) - x[:, :3]).flatten()
+        return torch.dot(error, error)
+
+
+class ByASqueezedProduct(Program):
+    def loss(self, x, y):
+        error = self.model(x)[:, :1] - x[:, :1]
+        return (error.T @ error).squeeze()
+
+
 class ByALoop(Program):
     def loss(self, x, y):
         total = 0
@@ -133,6 +145,8 @@ class OfAStep(Program):
         Weighted,
         MeanTimesRows,
         MeanTimesElements,
+        ByADotProduct,
+        ByASqueezedProduct,
         ByALoop,
         ByIndex,
         OfAStep,
@@ -221,6 +235,11 @@ class BesideAMeanByAFraction(BesideAMean):
         return divergence / self.sigma
 
 
+class BesideAMeanByALoop(ByALoop):
+    def loss(self, x, y):
+        return super().loss(x, y) + F.mse_loss(self.model(x), x[:, :3])
+
+
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program",
@@ -242,6 +261,12 @@ def test_a_sum_beside_a_mean_is_told_of_once_on_each_worker(program, num_workers
     told = told_of(program, num_workers, "its loss has a sum over rows, made in test_row_losses.py, line ")
     assert len(told) == num_workers
     assert all("divide the sum by tower.rows" in each for each in told)
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+def test_a_sum_of_single_rows_beside_a_mean_is_told_of(num_workers):
+    told = told_of(BesideAMeanByALoop, num_workers)
+    assert len(told) == num_workers
 
 
 class BesideAMeanDivided(BesideAMean):
@@ -550,6 +575,22 @@ class HeavyAndByALoop(ByALoopDivided):
         return 9 * super().loss(x, y)
 
 
+class OfADotProduct(Program):
+    def loss(self, x, y):
+        error = (self.model(x) - x[:, :3]).flatten()
+        return error @ error / len(x)
+
+
+class OfEqualShares(Program):
+    def loss(self, x, y):
+        return F.cross_entropy(self.model(x), y, reduction="none") @ torch.full((len(y),), 1 / len(y))
+
+
+class ByALoopBesideAMean(ByALoopDivided):
+    def loss(self, x, y):
+        return super().loss(x, y) + F.mse_loss(self.model(x), x[:, :3])
+
+
 class OfOneRow(ByReduction):
     def batch(self, step):
         return batch_of(step, 7)
@@ -595,6 +636,9 @@ class OfMeansOverRows(Program):
         HeavyOfDividedTerms,
         HeavyAndMasked,
         HeavyAndByALoop,
+        OfADotProduct,
+        OfEqualShares,
+        ByALoopBesideAMean,
         OfOneRow,
         OfMeansOverRows,
         BesideAMeanDivided,

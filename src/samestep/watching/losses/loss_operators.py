@@ -47,8 +47,9 @@ class LossOperators:
         losses = loss if isinstance(loss, Mapping) else {"loss": loss}
         sums = self._sums.of_losses(losses)
         for name, each in losses.items():
-            if (by_loop := self._combinations.sum_of(each)) is not None:
-                sums.setdefault(name, by_loop)
+            by_loop = self._combinations.sum_of(each)
+            if by_loop is not None and (name not in sums or (sums[name].is_mean and not by_loop.is_mean)):
+                sums[name] = by_loop
         return LossForm(
             self._means.scaling_of(loss),
             self._means.of_loss(loss),

@@ -87,8 +87,10 @@ class RowSteps:
             together |= part.together
         factor = max(part.factor for part in found)
         if call.name in _LINEAR or call.kind.takes_parts:
-            scale = factor_in(call) if call.name in SCALING else 1.0
-            is_mean = math.isclose(scale * self._rows.num_rows, 1, rel_tol=_ROUNDING)
+            power = SCALING.get(call.name, 0)
+            scale = factor_in(call) if power else 1.0
+            of_one = scale * self._rows.num_rows
+            is_mean = math.isclose(of_one, 1, rel_tol=_ROUNDING) or (power == -1 and of_one < 1)
             factor = 0.0 if is_mean else factor * scale
         else:
             together, factor = rows if rows & (rows - 1) else together, 1.0

@@ -31,11 +31,14 @@ from samestep.watching.program.running_factors import (
 __all__ = ["SCALING", "RowSum", "RowSums", "factor_in"]
 
 _ADDING = {"add", "sub", "rsub", "add_", "sub_", "stack"}
-_KEEPING = {*_ADDING, "neg", "neg_", "sum", "view", "_to_copy", "clone"}
+_KEEPING = {*_ADDING, "neg", "neg_", "sum", "view", "squeeze", "unsqueeze", "_to_copy", "clone"}
 """Operators whose result is still a sum over rows."""
 
 SCALING = {"mul": 1, "mul_": 1, "div": -1, "div_": -1}
 """Products and quotients: the power of their second argument."""
+
+_CONTRACTING = {"dot", "vdot", "mm", "bmm"}
+"""Products that add along the last dimension of their first argument."""
 
 _ROUNDING = 1e-3
 _MOST_ELEMENTS = 4096  # of weights whose sum is taken
@@ -115,7 +118,7 @@ class RowSums:
             self._note_sum(call, sums, result)
         elif root is not None and id(root) in self._squares:
             self._sums[id(result)] = self._squares[id(root)][0], result
-        elif takes_rows:
+        elif takes_rows or call.name in _CONTRACTING:
             self._note_terms(call, result)
         self._light.note(call, result, takes_rows=takes_rows)
 
@@ -212,22 +215,31 @@ class RowSums:
         if name in SCALING and self._rows.dimension_of(result) == 0:
             factor = math.prod(map(self._factor_of, call.given)) * factor_in(call)
             self._factors[storage_of(result)] = factor, keep_address(result)
-        reduction = reduction_of(call.func, call.args, call.kwargs)
-        order = norm_order(call)
-        if name in ("sum", "mean") or reduction in (SUM, MEAN) or order in (1, 2):
-            terms, total = call.args[0], result if isinstance(result, Tensor) else result[0]
-            num_terms = call.args[1].numel() if call.func in OF_LABELS else terms.numel()
-            is_over_rows = terms.requires_grad and self._rows.dimension_of(terms) == 0
-            if num_terms and total.numel() == 1 and is_over_rows:
-                factor = self._factor_of(terms) ** (order or 1)
-                undivided = 0.0 if self._means.has(total) else factor
-                found = RowSum(str(ProgramLine.current()), factor, undivided, factor, 1.0, num_terms)
-                if name == "mean" or reduction == MEAN:
-                    found = found._replace(factor=0.0, undivided=0.0, weight=factor / num_terms)
-                elif self._is_of_one(factor, num_terms):
-                    found = found._replace(factor=0.0, undivided=0.0)
-                held = self._squares if order == 2 else self._sums
-                held[id(total)] = found, total
+        reduction, order = reduction_of(call.func, call.args, call.kwargs), norm_order(call)
+        is_mean = name == "mean" or reduction == MEAN
+        if is_mean or name == "sum" or reduction == SUM or order in (1, 2):
+            dimension, factor = 0, self._factor_of(call.args[0]) ** (order or 1)
+        elif name in _CONTRACTING:
+            factor = math.prod(map(self._factor_of, call.given)) * factor_in(call)
+            dimension = call.args[0].dim() - 1
+        else:
+            return
+        terms, total = call.args[0], result if isinstance(result, Tensor) else result[0]
+        num_terms = call.args[1].numel() if call.func in OF_LABELS else terms.numel()
+        is_over_rows = (
+            any(each.requires_grad for each in call.given) and self._rows.dimension_of(terms) == dimension
+        )
+        if num_terms and total.numel() == 1 and is_over_rows:
+            held = self._squares if order == 2 else self._sums
+            held[id(total)] = self._of_terms(total, factor, num_terms, is_mean=is_mean), total
+
+    def _of_terms(self, total: Tensor, factor: float, num_terms: int, *, is_mean: bool) -> RowSum:
+        found = RowSum(str(ProgramLine.current()), factor, factor, factor, 1.0, num_terms)
+        if is_mean:
+            return found._replace(factor=0.0, undivided=0.0, weight=factor / num_terms)
+        if self._is_of_one(factor, num_terms):
+            return found._replace(factor=0.0, undivided=0.0)
+        return found._replace(undivided=0.0) if self._means.has(total) else found
 
     def _factor_of(self, tensor: Tensor) -> float:
         return self._factors.get(storage_of(tensor), (1.0, None))[0]
@@ -242,7 +254,7 @@ def _is_written(factor: float) -> bool:
 def factor_in(call: Call) -> float:
     """Return the number by which a product multiplies; 0 if by weights that add up to one, as in a mean."""
     factor = 1.0
-    for value, power in zip(call.args[:2], (1, SCALING[call.name]), strict=True):
+    for value, power in zip(call.args[:2], (1, SCALING.get(call.name, 1)), strict=True):
         number = number_of(value)
         if number is not None:
             factor *= number**power
