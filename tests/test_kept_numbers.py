@@ -311,6 +311,45 @@ class UpdatedLast(Baseline):
         return (losses * (1 - self.baseline)).mean()
 
 
+class InATensor(Baseline):
+    """In a tensor that is written to, and read as a number."""
+
+    def build(self):
+        self.held = torch.zeros(1)
+        return super().build()
+
+    def weighted(self, losses):
+        return (losses / (1 + self.held.item())).mean()
+
+    def update(self, mean):
+        self.held.copy_(torch.tensor(mean))
+
+
+class FilledTensor(InATensor):
+    def update(self, mean):
+        self.held.fill_(mean)
+
+
+class AverageInATensor(InATensor):
+    def update(self, mean):
+        self.held.mul_(0.9).add_(0.1 * mean)
+
+
+class ElementOfATensor(InATensor):
+    def update(self, mean):
+        self.held[0] = mean
+
+
+class DataOfATensor(InATensor):
+    def update(self, mean):
+        self.held.data.copy_(torch.tensor([mean]))
+
+
+class OtherDataOfATensor(InATensor):
+    def update(self, mean):
+        self.held.data = torch.tensor([mean])
+
+
 class OfLabels(Program):
     """Weights of labels that follow how often they were seen."""
 
@@ -421,6 +460,12 @@ def test_a_number_that_a_pass_computes_from_what_it_finds_is_named(program, name
         (InAStep, "count of meter of self, total of meter of self"),
         (InAnExpression, "baseline of self"),
         (UpdatedLast, "baseline of self"),
+        (InATensor, "held of self"),
+        (FilledTensor, "held of self"),
+        (AverageInATensor, "held of self"),
+        (ElementOfATensor, "held of self"),
+        (DataOfATensor, "held of self"),
+        (OtherDataOfATensor, "held of self"),
         (Annealed, "temperature of self"),
         (OfLabels, "counts of self"),
         (InAnArray, "counts of self"),
@@ -535,6 +580,22 @@ def mean_for_the_log(losses):
     kept["count"] = kept.get("count", 0) + 1
     kept["mean"] += (factor - kept["mean"]) / kept["count"]
     return (losses * factor).mean()
+
+
+class FilledByThePass(InATensor):
+    """In a tensor that each pass writes before it reads it."""
+
+    def weighted(self, losses):
+        self.held.fill_(losses.mean().item())
+        return super().weighted(losses)
+
+
+class AddedUpByThePass(InATensor):
+    def weighted(self, losses):
+        self.held.zero_()
+        for loss in losses:
+            self.held.add_(loss.detach())
+        return super().weighted(losses)
 
 
 class MeanOfFactors(InADict):
@@ -778,6 +839,8 @@ class AfterTheStep(Baseline):
             ForTheLog,
             MeanForTheLog,
             ComputedAnew,
+            FilledByThePass,
+            AddedUpByThePass,
             MeanOfFactors,
             OneOfTwo,
             Drawn,

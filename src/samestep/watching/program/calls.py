@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import builtins
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import BuiltinFunctionType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from samestep.errors import is_ours
 from samestep.watching.program.code_values import (
@@ -27,17 +26,17 @@ from samestep.watching.program.code_values import (
     attribute_of,
     join,
 )
+from samestep.watching.program.parameters import by_name, defaults_of, positional_names
 from samestep.watching.program.place_values import PlaceValues
 from samestep.watching.program.source_code import Computed, Function, SourceCode
 from samestep.watching.program.syntax import OPERATORS, is_in_place
 
-__all__ = ["NOWHERE", "Calls", "by_name", "positional_names"]
-
-T = TypeVar("T")
+__all__ = ["NOWHERE", "Calls"]
 
 NOWHERE = frozenset[Place]()
 
 _CHANGING = {"add", "append", "appendleft", "extend", "insert", "pop", "popitem", "popleft", "update"}
+_OVERWRITING = {"copy_", "fill_", "set_", "zero_"}
 _EMPTYING = {"clear", "fill", "fill_", "reset", "zero_"}
 _SPECIAL: Mapping[int, str] = {
     id(float): "__float__",
@@ -109,6 +108,8 @@ class Calls(ast.NodeVisitor, ABC):
     def _set_attribute(self, holder: Value, name: str, value: Value) -> None:
         if isinstance(found := _attribute(holder, name), property):
             self._call_function(found.fset, [holder, value], {})
+        elif name == "data" and isinstance(holder.object, Tensor):
+            self._write(holder, self._values.data_of(value), is_new=True)
         elif holder.key is not None:
             self._values.put(Place(holder.key, name), value, f"{name} of {holder.name}")
 
@@ -172,7 +173,10 @@ class Calls(ast.NodeVisitor, ABC):
         sources = called.sources | self._data_of_call([*arguments, *named.values()])
         self._change(holder, method, arguments, named, sources)
         returned_of = self._returned_of(called, sources | self._advance(holder))
-        return holder.computed_from(returned_of) if is_in_place(method) else Value(returned_of)
+        if not is_in_place(method):
+            return Value(returned_of)
+        self._write(holder, self._data_of_call(arguments), is_new=method in _OVERWRITING)
+        return holder.computed_from(returned_of)
 
     def _callee(self, node: ast.expr) -> tuple[Value, Value, str]:
         """Return what is called; if that is a method, also its object and its name."""
@@ -204,6 +208,12 @@ class Calls(ast.NodeVisitor, ABC):
             self._values.fill(holder, sources, is_change=True)
         if method == "append" and len(arguments) == 1:
             self._values.set_last(holder, arguments[0])
+
+    def _write(self, holder: Value, sources: frozenset[Place], *, is_new: bool) -> None:
+        """Set a tensor that a variable or an attribute is; if not `is_new`, from what it was, too."""
+        if isinstance(holder.key, Place) and isinstance(holder.object, Tensor):
+            old = NOWHERE if is_new else holder.sources
+            self._values.put(holder.key, holder._replace(sources=old | sources), holder.name)
 
     def _update(self, holder: Value, arguments: Sequence[Value], named: Mapping[str, Value]) -> bool:
         """Set entries with constant names; say whether these are all."""
@@ -326,7 +336,7 @@ class Calls(ast.NodeVisitor, ABC):
         node = self._source.function(function.__code__)
         if node is None:  # a decorator of a library, perhaps
             return self._call_function(vars(function).get("__wrapped__"), arguments, named)
-        defaults = {**_defaults_of(function), **named}
+        defaults = {**defaults_of(function), **named}
         return self._inline(function, node, Scope.of_function(function), arguments, defaults)
 
     def _inline(
@@ -366,25 +376,6 @@ class Calls(ast.NodeVisitor, ABC):
         for name in (*names, *(each.arg for each in parameters.kwonlyargs)):
             bound = values.get(name, Value())
             self._values.put(self._scope.place_of(name), bound._replace(name=bound.name or name), name)
-
-
-def positional_names(function: Any) -> list[str]:
-    """Return the names of parameters that may be given by position; none if a function is not in Python."""
-    code = getattr(inspect.unwrap(function), "__code__", None) if isinstance(function, FunctionType) else None
-    return [] if code is None else list(code.co_varnames[: code.co_argcount])
-
-
-def by_name(names: Sequence[str], arguments: Sequence[T], named: Mapping[str, T]) -> dict[str, T]:
-    """Return arguments by their names; without those by position for which there is none."""
-    return {**dict(zip(names, arguments, strict=False)), **named}
-
-
-def _defaults_of(function: FunctionType) -> Mapping[str, Value]:
-    """Return the values of parameters that are not given."""
-    code, values = function.__code__, function.__defaults__ or ()
-    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
-    found = {**dict(zip(names, values, strict=True)), **(function.__kwdefaults__ or {})}
-    return {name: Value.of(value, name) for name, value in found.items()}
 
 
 def _attribute(holder: Value, name: str) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from samestep.watching.program.calls import NOWHERE, Calls
 from samestep.watching.program.code_values import (
@@ -51,7 +51,9 @@ class Expressions(Calls, ABC):
 
     def visit_Attribute(self, node: ast.Attribute) -> Value:
         """Return an attribute's value, or what a property returns."""
-        return self._attribute_value(self.visit(node.value), node.attr)
+        holder = self.visit(node.value)
+        is_same = node.attr == "data" and isinstance(holder.object, Tensor)
+        return holder if is_same else self._attribute_value(holder, node.attr)
 
     def visit_Subscript(self, node: ast.Subscript) -> Value:
         """Return the value of an entry."""
@@ -200,18 +202,7 @@ class Expressions(Calls, ABC):
             case ast.Attribute(value=of, attr=name):
                 self._set_attribute(self.visit(of), name, value)
             case ast.Subscript(value=of, slice=index):
-                holder, given = self.visit(of), self.visit(index)
-                if self._call_special(holder, "__setitem__", given, value) is not None:
-                    return
-                if is_whole(index):
-                    self._values.empty(holder)
-                if given.text and holder.key is not None:
-                    place = Place(holder.key, given.text)
-                    self._values.put(place, value, f"{given.text} of {holder.name}")
-                else:
-                    sources = self._values.data_of(value).union(self._values.deciding)
-                    is_own = any(place.holder == holder.key for place in sources)
-                    self._values.fill(holder, sources, is_change=is_own)
+                self._set_entry(self.visit(of), index, value)
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 same = [Value(self._values.data_of(value))] * len(targets)
                 parts = value.object if isinstance(value.object, _Parts) else same
@@ -219,6 +210,23 @@ class Expressions(Calls, ABC):
                     self._set(each, part)
             case ast.Starred(value=inner):
                 self._set(inner, value)
+
+    def _set_entry(self, holder: Value, index: ast.expr, value: Value) -> None:
+        given = self.visit(index)
+        if self._call_special(holder, "__setitem__", given, value) is not None:
+            return
+        if isinstance(holder.object, Tensor):
+            self._write(holder, self._values.data_of(value), is_new=is_whole(index))
+            return
+        if is_whole(index):
+            self._values.empty(holder)
+        if given.text and holder.key is not None:
+            place = Place(holder.key, given.text)
+            self._values.put(place, value, f"{given.text} of {holder.name}")
+        else:
+            sources = self._values.data_of(value).union(self._values.deciding)
+            is_own = any(place.holder == holder.key for place in sources)
+            self._values.fill(holder, sources, is_change=is_own)
 
 
 class _Parts(list[Value]):
