@@ -914,6 +914,81 @@ def other_optimizer(job):
             optimizer = SGD(model.parameters(), lr=0.01)
 
 
+def rate_by_a_tensor(job):
+    model, towers, optimizer = made(job)
+    passes = torch.zeros(1)
+    for step in range(2):
+        for tower in towers(batch_of(step)):
+            tower.backward(loss_of(model, tower.batch))
+            passes += 1
+        towers.average()
+        optimizer.param_groups[0]["lr"] = 0.1 + 0 * passes.item()
+
+
+def rate_by_a_tensor_in_place(job):
+    model, towers, optimizer = made(job)
+    passes = torch.zeros(1)
+    for step in range(2):
+        for tower in towers(batch_of(step)):
+            tower.backward(loss_of(model, tower.batch))
+            passes.add_(1)
+        towers.average()
+        optimizer.param_groups[0]["lr"] = 0.1 + 0 * float(passes)
+
+
+def rate_by_an_array(job):
+    model, towers, optimizer = made(job)
+    passes = np.zeros(1)
+    for step in range(2):
+        for tower in towers(batch_of(step)):
+            tower.backward(loss_of(model, tower.batch))
+            passes += 1
+        towers.average()
+        optimizer.param_groups[0]["lr"] = 0.1 + 0 * float(passes[0])
+
+
+def rate_by_a_length(job):
+    model, towers, optimizer = made(job)
+    passes = []
+    for step in range(2):
+        for tower in towers(batch_of(step)):
+            tower.backward(loss_of(model, tower.batch))
+            passes.append(step)
+        towers.average()
+        optimizer.param_groups[0]["lr"] = 0.1 + 0 * len(passes)
+
+
+def rate_by_a_number(job):
+    model, towers, optimizer = made(job)
+    passes, rate = 0, 0.1
+    for step in range(2):
+        for tower in towers(batch_of(step)):
+            tower.backward(loss_of(model, tower.batch))
+            passes = passes + 1
+        towers.average()
+        optimizer.param_groups[0]["lr"] = rate + 0 * passes
+
+
+def rate_by_random_numbers(job):
+    model, towers, optimizer = made(job)
+    for step in range(2):
+        for tower in towers(batch_of(step)):
+            tower.backward(loss_of(model, tower.batch))
+            drawn = random.random()
+        towers.average()
+        optimizer.param_groups[0]["lr"] = 0.1 + 0 * drawn
+
+
+def clipped_by_random_numbers(job):
+    model, towers, _ = made(job)
+    for step in range(2):
+        for tower in towers(batch_of(step)):
+            tower.backward(loss_of(model, tower.batch))
+            drawn = torch.rand(1).item() + np.random.rand()
+        towers.average()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e6 + drawn)
+
+
 WRONG = {
     best_weights: "whether Sequential.state_dict runs",
     best_model: "whether copy.deepcopy runs",
@@ -966,6 +1041,13 @@ WRONG = {
     setting_of_a_layer: "a setting of Dropout",
     rate_by_a_history: "a learning rate",
     rate_by_a_history_of_names: "a learning rate",
+    rate_by_a_tensor: "a learning rate",
+    rate_by_a_tensor_in_place: "a learning rate",
+    rate_by_an_array: "a learning rate",
+    rate_by_a_length: "a learning rate",
+    rate_by_a_number: "a learning rate",
+    rate_by_random_numbers: "a learning rate",
+    clipped_by_random_numbers: "max_norm of clip_grad_norm_",
     pruned_by_results: "amount of random_unstructured",
     other_optimizer: r"whether SGD\(\.\.\.\) runs",
     slower_by_a_callback: "a learning rate",
@@ -1311,7 +1393,37 @@ def data_and_layers_by_reports(job):
             model[0].requires_grad_(False)
 
 
+def drawn_of_the_step(job):
+    """By a generator that each pass seeds by the step; and a batch that is drawn before the passes."""
+    model, towers, optimizer = made(job)
+    for step in range(2):
+        torch.manual_seed(step)
+        for tower in towers({"x": torch.randn(21, 6), "y": torch.randint(3, (21,))}):
+            drawn = torch.rand(1, generator=torch.Generator().manual_seed(step))
+            tower.backward(loss_of(model, tower.batch))
+        towers.average()
+        optimizer.param_groups[0]["lr"] = 0.1 + drawn.item()
+        optimizer.step()
+
+
+def counted_for_the_log(job):
+    model, towers, optimizer = made(job)
+    passes, seen, losses = torch.zeros(1), 0, []
+    for step in range(2):
+        for tower in towers(batch_of(step)):
+            loss = loss_of(model, tower.batch)
+            tower.backward(loss)
+            passes += 1
+            seen = seen + tower.rows
+            losses.append(loss.item() + random.random())
+        towers.average()
+        optimizer.step()
+    model.log = passes.item(), seen, np.mean(losses)
+
+
 RIGHT = [
+    drawn_of_the_step,
+    counted_for_the_log,
     data_and_layers_by_reports,
     called_back_with_reports,
     losses_that_all_gather,

@@ -31,12 +31,15 @@ from samestep.watching.program.place_values import PlaceValues
 from samestep.watching.program.source_code import Computed, Function, SourceCode
 from samestep.watching.program.syntax import OPERATORS, is_in_place
 
-__all__ = ["NOWHERE", "Calls"]
+__all__ = ["NOWHERE", "OVERWRITING", "Calls"]
 
 NOWHERE = frozenset[Place]()
 
 _CHANGING = {"add", "append", "appendleft", "extend", "insert", "pop", "popitem", "popleft", "update"}
-_OVERWRITING = {"copy_", "fill_", "set_", "zero_"}
+_DRAWING = {"bernoulli_", "exponential_", "normal_", "random_", "uniform_"}
+OVERWRITING = {"copy_", "fill_", "set_", "zero_", *_DRAWING}
+"""Methods of tensors that leave nothing of their values."""
+
 _EMPTYING = {"clear", "fill", "fill_", "reset", "zero_"}
 _SPECIAL: Mapping[int, str] = {
     id(float): "__float__",
@@ -175,7 +178,7 @@ class Calls(ast.NodeVisitor, ABC):
         returned_of = self._returned_of(called, sources | self._advance(holder))
         if not is_in_place(method):
             return Value(returned_of)
-        self._write(holder, self._data_of_call(arguments), is_new=method in _OVERWRITING)
+        self._write(holder, self._data_of_call(arguments), is_new=method in OVERWRITING)
         return holder.computed_from(returned_of)
 
     def _callee(self, node: ast.expr) -> tuple[Value, Value, str]:

@@ -11,7 +11,7 @@ from types import FunctionType
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from samestep.watching.program.calls import NOWHERE
+from samestep.watching.program.calls import NOWHERE, OVERWRITING
 from samestep.watching.program.code_values import (
     Method,
     NewObject,
@@ -21,8 +21,14 @@ from samestep.watching.program.code_values import (
     is_of_samestep,
     kind_of,
 )
+from samestep.watching.program.random_functions import is_random
 from samestep.watching.program.source_code import Function, SourceCode
-from samestep.watching.program.syntax import branch_without_value, constant_number, is_in_place
+from samestep.watching.program.syntax import (
+    branch_without_value,
+    computes_from_itself,
+    constant_number,
+    is_in_place,
+)
 from samestep.watching.program.worker_values import WorkerValues
 
 __all__ = ["CLOCK", "LEFT", "OWN", "PASSES", "ROWS", "PassResults", "is_loader", "is_object_of"]
@@ -42,12 +48,16 @@ INDEX = Place("the index of a tower", "")
 
 _ALL = OWN | {LEFT}
 
+_COUNT = frozenset({PASSES})
+"""The sources of what depends on how many passes there are."""
+
 _OF_A_PASS = Value(frozenset({PASSES}))
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 _BATCHES = ("LocalBatch", "object")  # of a class that is not known
 _LOADERS = ("TowerLoader", "StreamLoader")
 _COLLECTIVES = {"all_gather", "all_gather_object", "all_reduce", "broadcast", "broadcast_object_list"}
 _ADDING = {"add", "append", "appendleft", "extend", "insert"}
+_COUNTING = {"append", "appendleft", "extend", "insert"}
 _EVENTS = ("on_start", "before_step", "after_step", "after_evaluation", "on_end")  # of callbacks
 _ENDS = {"_exit", "abort", "exit"}
 
@@ -126,10 +136,23 @@ class PassResults(WorkerValues):
         calls = (each for each in ast.walk(node) if isinstance(each, ast.Call))
         return any(is_object_of("Towers", self.visit(each.func)) for each in calls)
 
+    def _elements(self, node: ast.expr) -> Sequence[Value]:
+        """Return the values that a loop takes; the batch of towers is computed before their passes."""
+        outer, self._is_in_pass = self._is_in_pass, self._is_in_pass and not self._takes_towers(node)
+        found = super()._elements(node)
+        self._is_in_pass = outer
+        return found
+
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         """Set what is on the left: in passes, it depends on how many of them there are."""
-        with self._values.decided_by(frozenset({PASSES} if self._is_in_pass else ())):
+        with self._values.decided_by(_COUNT if self._is_in_pass else NOWHERE):
             super().visit_AugAssign(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """Set what is on the left: in passes, `n = n + 1` depends on how many of them there are."""
+        counts = self._is_in_pass and computes_from_itself(node)
+        with self._values.decided_by(_COUNT if counts else NOWHERE):
+            super().visit_Assign(node)
 
     def _returned_of(self, called: Value, sources: frozenset[Place]) -> frozenset[Place]:
         if any(called.object is clock for clock in _CLOCKS):
@@ -146,6 +169,8 @@ class PassResults(WorkerValues):
         self, called: Value, arguments: Sequence[Value], named: Mapping[str, Value]
     ) -> Value | None:
         """Visit what a call runs, and what samestep calls in it, if that is code of the program."""
+        if self._is_in_pass and is_random(called.object) and "generator" not in named:
+            return Value(_COUNT)  # the numbers of the tower that has drawn last
         match called.object:
             case Method(function=FunctionType(__name__="run"), of=holder) if is_object_of("Trainer", holder):
                 self._visit_twice(lambda: self._visit_run(holder))
@@ -186,6 +211,11 @@ class PassResults(WorkerValues):
         sources: frozenset[Place],
     ) -> None:
         sources |= self._left_by(sources)
+        is_written = (
+            is_in_place(method) and method not in OVERWRITING and isinstance(holder.object, NewObject)
+        )
+        if self._is_in_pass and (method in _COUNTING or is_written):
+            sources |= _COUNT
         super()._change(holder, method, arguments, named, sources)
         own = (sources | self._values.deciding) & _ALL
         kind = kind_of(holder)

@@ -10,6 +10,7 @@ from samestep.watching.program.source_code import Function
 __all__ = [
     "OPERATORS",
     "branch_without_value",
+    "computes_from_itself",
     "constant_number",
     "edited_by",
     "has_number",
@@ -87,6 +88,13 @@ def is_whole(index: ast.expr) -> bool:
 def is_in_place(method: str) -> bool:
     """Say whether a method of tensors changes them, by its name."""
     return method.endswith("_") and not method.endswith("__")
+
+
+def computes_from_itself(assignment: ast.Assign) -> bool:
+    """Say whether an assignment sets something by an operator that takes it, as `n = n + 1` does."""
+    targets = {ast.unparse(each) for each in assignment.targets}
+    parts = ast.walk(assignment.value) if isinstance(assignment.value, ast.BinOp) else ()
+    return any(isinstance(each, ast.expr) and ast.unparse(each) in targets for each in parts)
 
 
 def edited_by(target: ast.expr) -> ast.expr:
