@@ -11,6 +11,7 @@ from samestep.watching.losses.row_sums import SCALING, RowSum, factor_in
 from samestep.watching.losses.rows import BY_ELEMENT, Rows
 from samestep.watching.operators.operator_calls import Call, argument, tensors_in
 from samestep.watching.program.program_line import ProgramLine
+from samestep.watching.program.running_factors import divides_by_variable
 
 __all__ = ["RowSteps"]
 
@@ -23,7 +24,7 @@ _ATTENTION = "_scaled_dot_product_"  # begins the names of its kernels
 _LINEAR = {*BY_ELEMENT, *(f"{each}_" for each in BY_ELEMENT), "neg", "sum", "mean", "clone", "_to_copy"}
 """Operators by which a program, beside views, adds up what it has computed from each row."""
 
-_JOINING = {"stack", "cat"}  # their results are rows again
+_JOINING = {"stack", "cat"}  # of single rows, their results are rows again
 
 
 class RowSteps:
@@ -56,8 +57,9 @@ class RowSteps:
             return "attention" if is_over_rows else ""
         if name in ("unbind", "select", "slice"):
             self._note_single(call, result)
-        is_next = bool(self._single) and name not in _JOINING and self._combines(call, result)
-        return "a loop" if is_next else ""
+        if not self._single or (name in _JOINING and not self._has_sum(call)):
+            return ""
+        return "a loop" if self._combines(call, result) else ""
 
     def sum_of(self, loss: Any) -> RowSum | None:
         """Return the sum over rows that a loop has added up to this loss; None if it is none."""
@@ -86,12 +88,9 @@ class RowSteps:
             rows |= part.rows
             together |= part.together
         factor = max(part.factor for part in found)
-        if call.name in _LINEAR or call.kind.takes_parts:
-            power = SCALING.get(call.name, 0)
-            scale = factor_in(call) if power else 1.0
-            of_one = scale * self._rows.num_rows
-            is_mean = math.isclose(of_one, 1, rel_tol=_ROUNDING) or (power == -1 and of_one < 1)
-            factor = 0.0 if is_mean else factor * scale
+        if call.name in _LINEAR | _JOINING or call.kind.takes_parts:
+            scale = factor_in(call) if call.name in SCALING else 1.0
+            factor = 0.0 if self._makes_mean(call, scale) else factor * max(1.0, scale)
         else:
             together, factor = rows if rows & (rows - 1) else together, 1.0
         line = str(ProgramLine.current()) if rows == self._all_rows else ""
@@ -99,6 +98,17 @@ class RowSteps:
             self._single[id(each)] = _Computed(each, rows, together, factor, line)
         is_next = any(part.together and rows & ~part.together for part in found)
         return is_next and any(each.requires_grad for each in call.given)
+
+    def _has_sum(self, call: Call) -> bool:
+        """Say whether one of the tensors was computed from all rows."""
+        found = (self._single.get(id(each)) for each in call.given)
+        return any(each is not None and each.rows == self._all_rows for each in found)
+
+    def _makes_mean(self, call: Call, scale: float) -> bool:
+        """Say whether a product or quotient divides by the number of rows, or by another count."""
+        power, of_one = SCALING.get(call.name), scale * self._rows.num_rows
+        is_share = power == 1 and scale < 1 and divides_by_variable()  # as in `1 / count * total`
+        return math.isclose(of_one, 1, rel_tol=_ROUNDING) or is_share or (power == -1 and of_one < 1)
 
     @property
     def _all_rows(self) -> int:
@@ -112,7 +122,7 @@ class _Computed(NamedTuple):
         tensor: itself.
         rows: from which, as bits.
         together: those of them that came together before the last operator that is not linear.
-        factor: by what it was multiplied since.
+        factor: by what it was multiplied since, without weights below one; 0 if it was divided by a count.
         line: where it was computed, if from all rows.
     """
 
