@@ -1,5 +1,7 @@
 """Ordinary PyTorch programs: the same bits on 1, 2 and 3 simulated workers."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -203,6 +205,8 @@ LONG = {
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 @pytest.mark.parametrize("name", with_long(PROGRAMS, LONG))
 def test_any_number_of_workers_takes_the_same_steps(name, num_workers):
+    if name == "a_compiled_model" and sys.version_info < (3, 12) and torch.__version__.startswith("2.11."):
+        pytest.skip("torch's compiler crashes in threads of simulated workers, with these versions")
     assert len({value for num in (1, num_workers) for value in values(PROGRAMS[name], num, num)}) == 1
 
 
