@@ -1357,6 +1357,38 @@ class Bank(nn.Module):
         return z, old
 
 
+class Annealed(nn.Module):
+    """Counts steps, and averages its outputs, in buffers with a policy, and computes with them as numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        for name in ("added", "counted", "replaced", "mean"):
+            self.register_buffer(name, torch.ones(()))
+
+    def forward(self, x):
+        z = self.layer(x) / (self.added.item() + self.counted.item() + self.replaced.item())
+        self.added.add_(1)
+        self.counted += 1
+        self.replaced = self.replaced + 1
+        self.mean.mul_(0.9).add_(0.1 * z.detach().abs().mean())
+        return z / self.mean.item()
+
+
+def annealed_by_buffers(job):
+    torch.manual_seed(0)
+    model = Annealed()
+    towers = Towers(model, 6, job=job, buffers={"*": "mean"})
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for step in range(33):
+        for tower in towers(batch_of(step)):
+            tower.backward(loss_of(model, tower.batch))
+        towers.average()
+        number = model.added.item() + model.counted.item() + model.replaced.item()
+        optimizer.param_groups[0]["lr"] = 0.1 / (number + model.mean.item())
+        optimizer.step()
+
+
 def in_a_buffer(job):
     torch.manual_seed(0)
     model = Bank()
@@ -1422,6 +1454,7 @@ def counted_for_the_log(job):
 
 
 RIGHT = [
+    annealed_by_buffers,
     drawn_of_the_step,
     counted_for_the_log,
     data_and_layers_by_reports,

@@ -139,7 +139,13 @@ class Calls(ast.NodeVisitor, ABC):
             case found if found is UNKNOWN and holder.is_known and holder.is_container:
                 return Value(holder.sources)  # a method, such as `get` of a dict
             case found:
-                return self._values.read(Value.before(place, f"{name} of {holder.name}", found))
+                return self._before(holder, place, found)
+
+    def _before(self, holder: Value, place: Place, found: Any) -> Value:
+        """Return the value that an attribute has before the turn: of a buffer, the same for all passes."""
+        value = Value.before(place, f"{place.name} of {holder.name}", found)
+        is_buffer = isinstance(found, Tensor) and place.name in vars(holder.object).get("_buffers", ())
+        return value._replace(sources=NOWHERE) if is_buffer else self._values.read(value)
 
     def _bound(self, function: FunctionType, holder: Value) -> Value:
         """Return a method of an object."""

@@ -27,6 +27,9 @@ from samestep.watching.program.syntax import (
     branch_without_value,
     computes_from_itself,
     constant_number,
+    ends_program,
+    is_backward,
+    is_collective,
     is_in_place,
 )
 from samestep.watching.program.worker_values import WorkerValues
@@ -55,11 +58,9 @@ _OF_A_PASS = Value(frozenset({PASSES}))
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 _BATCHES = ("LocalBatch", "object")  # of a class that is not known
 _LOADERS = ("TowerLoader", "StreamLoader")
-_COLLECTIVES = {"all_gather", "all_gather_object", "all_reduce", "broadcast", "broadcast_object_list"}
 _ADDING = {"add", "append", "appendleft", "extend", "insert"}
 _COUNTING = {"append", "appendleft", "extend", "insert"}
 _EVENTS = ("on_start", "before_step", "after_step", "after_evaluation", "on_end")  # of callbacks
-_ENDS = {"_exit", "abort", "exit"}
 
 
 class PassResults(WorkerValues):
@@ -83,6 +84,7 @@ class PassResults(WorkerValues):
         self._kept_by_row: list[Value] = []  # what the current passes keep by numbers of their rows
         self._filling = set[int]()  # nodes that run where something has no value yet, as for a cache
         self._parts: dict[Place, NewObject] = {}  # attributes of new objects, if code does not set them
+        self._buffers = set[Place]()
         self._layers: dict[Hashable, Sequence[Value]] = {}  # of those that the code makes
         self._around: list[ast.stmt] = []  # the loops, in a function, around the current statement
 
@@ -214,6 +216,8 @@ class PassResults(WorkerValues):
         is_written = (
             is_in_place(method) and method not in OVERWRITING and isinstance(holder.object, NewObject)
         )
+        if self._is_in_pass and self._may_be_buffer(holder):
+            return
         if self._is_in_pass and (method in _COUNTING or is_written):
             sources |= _COUNT
         super()._change(holder, method, arguments, named, sources)
@@ -229,6 +233,8 @@ class PassResults(WorkerValues):
     def _attribute_value(self, holder: Value, name: str) -> Value:
         """Return an attribute's value; always the same object, if the code makes that which has it."""
         value, place = super()._attribute_value(holder, name), Place(holder.key, name)
+        if isinstance(value.object, Tensor) and not value.sources:
+            self._buffers.add(place)
         if name == "index" and PASSES in value.sources:
             return value.computed_from(frozenset({INDEX}))
         is_set, is_new = self._values.get(place) is not None, isinstance(holder.object, NewObject)
@@ -236,6 +242,19 @@ class PassResults(WorkerValues):
             return value
         part = self._parts.setdefault(place, NewObject())
         return Value(value.sources, part, part, name)
+
+    def _may_be_buffer(self, value: Value) -> bool:
+        """Say whether this may be a module's buffer, which all workers share after the passes."""
+        return value.key in self._buffers or any(value.object is each for each in self._parts.values())
+
+    def _set_attribute(self, holder: Value, name: str, value: Value) -> None:
+        place = Place(holder.key, name)
+        if not (self._is_in_pass and (place in self._buffers or place in self._parts)):
+            super()._set_attribute(holder, name, value)
+
+    def _write(self, holder: Value, sources: frozenset[Place], *, is_new: bool) -> None:
+        if not (self._is_in_pass and self._may_be_buffer(holder)):
+            super()._write(holder, sources, is_new=is_new)
 
     def _advance(self, value: Value) -> frozenset[Place]:
         """Return what elements are computed from; a loader's also from what the program sets in it."""
@@ -254,8 +273,7 @@ class PassResults(WorkerValues):
         if not self._is_in_pass or id(entry) in self._filling:
             return
         holder, sources = self.visit(entry.value), self._values.data_of(self.visit(entry.slice))
-        may_be_buffer = any(holder.object is each for each in self._parts.values())
-        if PASSES in sources and INDEX not in sources and not may_be_buffer:
+        if PASSES in sources and INDEX not in sources and not self._may_be_buffer(holder):
             self._kept_by_row.append(holder)
 
     def _left_by(self, sources: frozenset[Place]) -> frozenset[Place]:
@@ -303,9 +321,9 @@ class PassResults(WorkerValues):
                 self._note_entry(entry)
                 if self.visit(entry).key is None:  # it is not known which one it is
                     self._values.fill(self.visit(entry.value), given, is_change=True)
-        if self._is_in_pass and _is_backward(node.func):
+        if self._is_in_pass and is_backward(node.func):
             self._note_loss(given)
-        if not _is_collective(node):
+        if not is_collective(node):
             return value
         self._share([*node.args, *(each.value for each in node.keywords)])
         return _shared(value)
@@ -315,7 +333,7 @@ class PassResults(WorkerValues):
         filling = branch_without_value(node) or ()
         self._filling.update(id(each) for statement in filling for each in ast.walk(statement))
         super().visit_If(node)
-        for call in self._source.find(_is_collective, [node]):
+        for call in self._source.find(is_collective, [node]):
             assert isinstance(call, ast.Call)
             self._share(call.args)
 
@@ -338,13 +356,13 @@ class PassResults(WorkerValues):
         outer, self._around = self._around, []
         value = super()._inline(function, node, scope, arguments, named)
         self._around = outer
-        return _shared(value) if value is not None and self._source.find(_is_collective, [node]) else value
+        return _shared(value) if value is not None and self._source.find(is_collective, [node]) else value
 
     def _deciding_in(
         self, bodies: Sequence[Sequence[ast.stmt]], sources: frozenset[Place]
     ) -> frozenset[Place]:
         """Return what decides. If one branch ends the program, nothing: other workers are told."""
-        ends = any(body and _ends_program(body[-1]) for body in bodies)
+        ends = any(body and ends_program(body[-1]) for body in bodies)
         return super()._deciding_in(bodies, sources) - (_ALL if ends else NOWHERE)
 
 
@@ -367,24 +385,3 @@ def _is_of_samestep(called: Value) -> bool:
 def is_loader(value: Value) -> bool:
     """Say whether a value is a loader of torch or of samestep."""
     return kind_of(value) is DataLoader or any(is_object_of(name, value) for name in _LOADERS)
-
-
-def _is_backward(called: ast.expr) -> bool:
-    return isinstance(called, ast.Attribute) and called.attr in ("backward", "backward_sum")
-
-
-def _is_collective(node: ast.AST) -> bool:
-    """Say whether a call is one of torch's collectives, or of a library's function that has its name."""
-    match node:
-        case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
-            return name in _COLLECTIVES
-    return False
-
-
-def _ends_program(statement: ast.stmt) -> bool:
-    match statement:
-        case ast.Raise():
-            return True
-        case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name))):
-            return name in _ENDS
-    return False

@@ -13,7 +13,10 @@ __all__ = [
     "computes_from_itself",
     "constant_number",
     "edited_by",
+    "ends_program",
     "has_number",
+    "is_backward",
+    "is_collective",
     "is_in_place",
     "is_whole",
     "loaded",
@@ -22,6 +25,9 @@ __all__ = [
     "parallel_names",
     "sets_place",
 ]
+
+_COLLECTIVES = {"all_gather", "all_gather_object", "all_reduce", "broadcast", "broadcast_object_list"}
+_ENDS = {"_exit", "abort", "exit"}
 
 OPERATORS: Mapping[type[ast.operator | ast.cmpop], str] = {
     ast.Add: "add",
@@ -152,3 +158,26 @@ def parallel_names(loop: ast.For) -> list[str]:
         case ast.Call(func=ast.Name(id="enumerate" | "zip")):
             return [each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)]
     return []
+
+
+def is_backward(called: ast.expr) -> bool:
+    """Say whether what is called is a method of a tower, or a tensor, that runs backward."""
+    return isinstance(called, ast.Attribute) and called.attr in ("backward", "backward_sum")
+
+
+def is_collective(node: ast.AST) -> bool:
+    """Say whether a call is one of torch's collectives, or of a library's function that has its name."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
+            return name in _COLLECTIVES
+    return False
+
+
+def ends_program(statement: ast.stmt) -> bool:
+    """Say whether a statement raises an error, or ends the process."""
+    match statement:
+        case ast.Raise():
+            return True
+        case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name))):
+            return name in _ENDS
+    return False
