@@ -6,6 +6,8 @@ import random
 import time
 from collections import defaultdict, deque
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from .simulation import simulate
 
 WORKERS = mostly_long([2, 1, 3], 1)
 DATA = TensorDataset(*batch_of(0, 24).values(), torch.arange(24))
+KEPT = SimpleNamespace(mean=torch.zeros(()), losses=[])
 
 
 def made(job):
@@ -969,6 +972,44 @@ def rate_by_a_number(job):
         optimizer.param_groups[0]["lr"] = rate + 0 * passes
 
 
+def rate_by_a_librarys_object(job):
+    """Its attributes may be anything, but are no buffers."""
+    model, towers, optimizer = made(job)
+    kept = copy.copy(KEPT)
+    for step in range(2):
+        kept.mean.zero_()
+        for tower in towers(batch_of(step)):
+            loss = loss_of(model, tower.batch)
+            tower.backward(loss)
+            kept.mean.add_(loss.detach())
+        towers.average()
+        optimizer.param_groups[0]["lr"] = 0.1 + 0 * kept.mean.item()
+
+
+def rate_by_a_librarys_list(job):
+    model, towers, optimizer = made(job)
+    kept = copy.copy(KEPT)
+    for step in range(2):
+        for tower in towers(batch_of(step)):
+            loss = loss_of(model, tower.batch)
+            tower.backward(loss)
+            kept.losses.append(loss.item())
+        towers.average()
+        optimizer.param_groups[0]["lr"] = 0.1 + 0 * kept.losses[-1]
+
+
+def rate_by_a_global_object(job):
+    model, towers, optimizer = made(job)
+    for step in range(2):
+        KEPT.mean.zero_()
+        for tower in towers(batch_of(step)):
+            loss = loss_of(model, tower.batch)
+            tower.backward(loss)
+            KEPT.mean.add_(loss.detach())
+        towers.average()
+        optimizer.param_groups[0]["lr"] = 0.1 + 0 * KEPT.mean.item()
+
+
 def rate_by_random_numbers(job):
     model, towers, optimizer = made(job)
     for step in range(2):
@@ -1046,6 +1087,9 @@ WRONG = {
     rate_by_an_array: "a learning rate",
     rate_by_a_length: "a learning rate",
     rate_by_a_number: "a learning rate",
+    rate_by_a_librarys_object: "a learning rate",
+    rate_by_a_librarys_list: "a learning rate",
+    rate_by_a_global_object: "a learning rate",
     rate_by_random_numbers: "a learning rate",
     clipped_by_random_numbers: "max_norm of clip_grad_norm_",
     pruned_by_results: "amount of random_unstructured",
@@ -1375,6 +1419,28 @@ class Annealed(nn.Module):
         return z / self.mean.item()
 
 
+class Scaled(NamedTuple):
+    """An object without attributes of its own, whose class has a tensor."""
+
+    model: nn.Module
+
+    def __call__(self, x):
+        return self.model(x) * self.factor
+
+
+Scaled.factor = torch.ones(())
+
+
+def of_a_tuple_with_a_tensor(job):
+    model, towers, optimizer = made(job)
+    scaled = Scaled(model)
+    for step in range(2):
+        for tower in towers(batch_of(step)):
+            tower.backward(F.cross_entropy(scaled(tower.batch["x"]) * scaled.factor, tower.batch["y"]))
+        towers.average()
+        optimizer.step()
+
+
 def annealed_by_buffers(job):
     torch.manual_seed(0)
     model = Annealed()
@@ -1455,6 +1521,7 @@ def counted_for_the_log(job):
 
 RIGHT = [
     annealed_by_buffers,
+    of_a_tuple_with_a_tensor,
     drawn_of_the_step,
     counted_for_the_log,
     data_and_layers_by_reports,

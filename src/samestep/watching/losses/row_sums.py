@@ -165,7 +165,7 @@ class RowSums:
         if is_written:
             return found._replace(written=found.written * factor)
         found = found._replace(weight=found.weight * factor)
-        is_sum = found.factor == 0 and self._is_of_all(found) and not makes_mean and self._multiplies(found)
+        is_sum = found.factor == 0 and not makes_mean and self._is_of_all(found)
         return found._replace(factor=1.0, undivided=1.0) if is_sum else found
 
     def _makes_mean(self, found: RowSum, call: Call, factor: float, is_written: bool) -> bool:
@@ -174,15 +174,15 @@ class RowSums:
             return False
         if self._is_of_one(factor, found.num_terms):
             return True
-        if SCALING[call.name] == 1:
-            return not is_written and divides_by_variable()  # as in `2 / len(x) * total`
-        is_weight = is_written and not isinstance(call.args[1], Tensor)
-        return not is_weight and factor * self._rows.num_rows <= 1 + _ROUNDING
+        if _divides_by_count(call, is_written):
+            return factor * self._rows.num_rows <= 1 + _ROUNDING
+        is_product = SCALING[call.name] == 1
+        return is_product and not is_written and divides_by_variable()  # as in `2 / len(x) * total`
 
     def _undivided(self, found: RowSum, call: Call, factor: float, is_written: bool) -> float:
         """Return by what a sum was multiplied that is no mean: not what may be a weight of its term."""
-        divides = SCALING[call.name] == -1 and not (is_written and not isinstance(call.args[1], Tensor))
-        may_be_mean = divides and not found.is_mixed and factor <= 1 + _ROUNDING  # no count is below one
+        may_be_mean = _divides_by_count(call, is_written) and not found.is_mixed
+        may_be_mean &= factor <= 1 + _ROUNDING  # no count is below one
         is_off = any(map(_is_zero, call.args))  # by a weight that begins at zero
         return 0.0 if may_be_mean or is_off else found.undivided * max(1.0, factor)
 
@@ -194,10 +194,9 @@ class RowSums:
     def _is_of_all(self, mean: RowSum) -> bool:
         """Say whether a mean was multiplied by its rows or terms, and so is a sum again."""
         counts = self._rows.num_rows, mean.num_terms
-        return any(math.isclose(mean.weight * mean.num_terms, each, rel_tol=_ROUNDING) for each in counts)
-
-    def _multiplies(self, mean: RowSum) -> bool:
-        return multiplies_by_size(self._rows.num_rows, mean.num_terms)
+        weight = mean.weight * mean.num_terms
+        is_of_all = any(math.isclose(weight, each, rel_tol=_ROUNDING) for each in counts)
+        return is_of_all and multiplies_by_size(*counts)
 
     @staticmethod
     def _is_mixed(call: Call, sums: list[RowSum]) -> bool:
@@ -243,6 +242,11 @@ class RowSums:
 
     def _factor_of(self, tensor: Tensor) -> float:
         return self._factors.get(storage_of(tensor), (1.0, None))[0]
+
+
+def _divides_by_count(call: Call, is_written: bool) -> bool:
+    """Say whether a quotient is by what may be a count: not by a number that the current line has."""
+    return SCALING[call.name] == -1 and (not is_written or isinstance(call.args[1], Tensor))
 
 
 def _is_written(factor: float) -> bool:

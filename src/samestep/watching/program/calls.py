@@ -24,22 +24,19 @@ from samestep.watching.program.code_values import (
     Scope,
     Value,
     attribute_of,
+    is_buffer,
     join,
 )
 from samestep.watching.program.parameters import by_name, defaults_of, positional_names
 from samestep.watching.program.place_values import PlaceValues
 from samestep.watching.program.source_code import Computed, Function, SourceCode
-from samestep.watching.program.syntax import OPERATORS, is_in_place
+from samestep.watching.program.syntax import OPERATORS, OVERWRITING, is_in_place
 
-__all__ = ["NOWHERE", "OVERWRITING", "Calls"]
+__all__ = ["NOWHERE", "Calls"]
 
 NOWHERE = frozenset[Place]()
 
 _CHANGING = {"add", "append", "appendleft", "extend", "insert", "pop", "popitem", "popleft", "update"}
-_DRAWING = {"bernoulli_", "exponential_", "normal_", "random_", "uniform_"}
-OVERWRITING = {"copy_", "fill_", "set_", "zero_", *_DRAWING}
-"""Methods of tensors that leave nothing of their values."""
-
 _EMPTYING = {"clear", "fill", "fill_", "reset", "zero_"}
 _SPECIAL: Mapping[int, str] = {
     id(float): "__float__",
@@ -144,8 +141,9 @@ class Calls(ast.NodeVisitor, ABC):
     def _before(self, holder: Value, place: Place, found: Any) -> Value:
         """Return the value that an attribute has before the turn: of a buffer, the same for all passes."""
         value = Value.before(place, f"{place.name} of {holder.name}", found)
-        is_buffer = isinstance(found, Tensor) and place.name in vars(holder.object).get("_buffers", ())
-        return value._replace(sources=NOWHERE) if is_buffer else self._values.read(value)
+        if is_buffer(holder.object, place.name):
+            return value._replace(sources=NOWHERE)
+        return self._values.read(value)
 
     def _bound(self, function: FunctionType, holder: Value) -> Value:
         """Return a method of an object."""
@@ -179,12 +177,12 @@ class Calls(ast.NodeVisitor, ABC):
             return returned
         if method == "get" and holder.is_container and arguments and arguments[0].text:
             return self._entry(holder, node.args[0]).computed_from(*map(self._values.data_of, arguments))
-        sources = called.sources | self._data_of_call([*arguments, *named.values()])
+        sources = called.sources | (given := self._data_of_call([*arguments, *named.values()]))
         self._change(holder, method, arguments, named, sources)
         returned_of = self._returned_of(called, sources | self._advance(holder))
         if not is_in_place(method):
             return Value(returned_of)
-        self._write(holder, self._data_of_call(arguments), is_new=method in OVERWRITING)
+        self._write(holder, given, is_new=method in OVERWRITING)
         return holder.computed_from(returned_of)
 
     def _callee(self, node: ast.expr) -> tuple[Value, Value, str]:

@@ -28,6 +28,7 @@ __all__ = [
     "Scope",
     "Value",
     "attribute_of",
+    "is_buffer",
     "is_of_samestep",
     "join",
     "kind_of",
@@ -241,6 +242,11 @@ def kind_of(value: Value) -> type:
         case type() as kind:
             return kind
     return type(value.object)
+
+
+def is_buffer(found: object, name: str) -> bool:
+    """Say whether an attribute of an object is a module's buffer."""
+    return isinstance(found, nn.Module) and name in found._buffers
 
 
 def attribute_of(found: Any, name: str) -> Any:

@@ -11,19 +11,21 @@ from types import FunctionType
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from samestep.watching.program.calls import NOWHERE, OVERWRITING
+from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_values import (
     Method,
     NewObject,
     Place,
     Scope,
     Value,
+    is_buffer,
     is_of_samestep,
     kind_of,
 )
 from samestep.watching.program.random_functions import is_random
 from samestep.watching.program.source_code import Function, SourceCode
 from samestep.watching.program.syntax import (
+    OVERWRITING,
     branch_without_value,
     computes_from_itself,
     constant_number,
@@ -84,7 +86,7 @@ class PassResults(WorkerValues):
         self._kept_by_row: list[Value] = []  # what the current passes keep by numbers of their rows
         self._filling = set[int]()  # nodes that run where something has no value yet, as for a cache
         self._parts: dict[Place, NewObject] = {}  # attributes of new objects, if code does not set them
-        self._buffers = set[Place]()
+        self._buffers = set[Hashable]()  # places that are, or may be, and the objects that are such parts
         self._layers: dict[Hashable, Sequence[Value]] = {}  # of those that the code makes
         self._around: list[ast.stmt] = []  # the loops, in a function, around the current statement
 
@@ -213,12 +215,11 @@ class PassResults(WorkerValues):
         sources: frozenset[Place],
     ) -> None:
         sources |= self._left_by(sources)
-        is_written = (
-            is_in_place(method) and method not in OVERWRITING and isinstance(holder.object, NewObject)
-        )
-        if self._is_in_pass and self._may_be_buffer(holder):
-            return
-        if self._is_in_pass and (method in _COUNTING or is_written):
+        is_written = is_in_place(method)
+        if self._is_in_pass and holder.key in self._buffers and (is_written or method == "extend"):
+            return  # as `+=` does
+        is_advanced = is_written and method not in OVERWRITING and isinstance(holder.object, NewObject)
+        if self._is_in_pass and (method in _COUNTING or is_advanced):
             sources |= _COUNT
         super()._change(holder, method, arguments, named, sources)
         own = (sources | self._values.deciding) & _ALL
@@ -227,13 +228,13 @@ class PassResults(WorkerValues):
         is_by_row = method == "update" and holder.is_dict and PASSES in sources and not has_names
         if self._is_in_pass and is_by_row:
             self._kept_by_row.append(holder)
-        if own and is_in_place(method) and (kind is object or issubclass(kind, Tensor)):
+        if own and is_written and (kind is object or issubclass(kind, Tensor)):
             self._values.fill(holder, own, is_change=True)
 
     def _attribute_value(self, holder: Value, name: str) -> Value:
         """Return an attribute's value; always the same object, if the code makes that which has it."""
         value, place = super()._attribute_value(holder, name), Place(holder.key, name)
-        if isinstance(value.object, Tensor) and not value.sources:
+        if is_buffer(holder.object, name):
             self._buffers.add(place)
         if name == "index" and PASSES in value.sources:
             return value.computed_from(frozenset({INDEX}))
@@ -241,19 +242,17 @@ class PassResults(WorkerValues):
         if is_set or value.is_known or value.key is not None or not is_new or is_of_samestep(kind_of(holder)):
             return value
         part = self._parts.setdefault(place, NewObject())
+        if issubclass(kind_of(holder), nn.Module):
+            self._buffers.update((place, part))
         return Value(value.sources, part, part, name)
 
-    def _may_be_buffer(self, value: Value) -> bool:
-        """Say whether this may be a module's buffer, which all workers share after the passes."""
-        return value.key in self._buffers or any(value.object is each for each in self._parts.values())
-
     def _set_attribute(self, holder: Value, name: str, value: Value) -> None:
-        place = Place(holder.key, name)
-        if not (self._is_in_pass and (place in self._buffers or place in self._parts)):
+        """Set an attribute; what passes set a buffer to, all workers share after them."""
+        if not (self._is_in_pass and Place(holder.key, name) in self._buffers):
             super()._set_attribute(holder, name, value)
 
     def _write(self, holder: Value, sources: frozenset[Place], *, is_new: bool) -> None:
-        if not (self._is_in_pass and self._may_be_buffer(holder)):
+        if not (self._is_in_pass and holder.key in self._buffers):
             super()._write(holder, sources, is_new=is_new)
 
     def _advance(self, value: Value) -> frozenset[Place]:
@@ -273,7 +272,8 @@ class PassResults(WorkerValues):
         if not self._is_in_pass or id(entry) in self._filling:
             return
         holder, sources = self.visit(entry.value), self._values.data_of(self.visit(entry.slice))
-        if PASSES in sources and INDEX not in sources and not self._may_be_buffer(holder):
+        may_be_buffer = any(holder.object is each for each in self._parts.values())
+        if PASSES in sources and INDEX not in sources and not may_be_buffer:
             self._kept_by_row.append(holder)
 
     def _left_by(self, sources: frozenset[Place]) -> frozenset[Place]:

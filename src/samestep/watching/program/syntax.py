@@ -9,6 +9,7 @@ from samestep.watching.program.source_code import Function
 
 __all__ = [
     "OPERATORS",
+    "OVERWRITING",
     "branch_without_value",
     "computes_from_itself",
     "constant_number",
@@ -27,7 +28,11 @@ __all__ = [
 ]
 
 _COLLECTIVES = {"all_gather", "all_gather_object", "all_reduce", "broadcast", "broadcast_object_list"}
+_DRAWING = {"bernoulli_", "exponential_", "normal_", "random_", "uniform_"}
 _ENDS = {"_exit", "abort", "exit"}
+
+OVERWRITING = {"copy_", "fill_", "set_", "zero_", *_DRAWING}
+"""Methods of tensors that leave nothing of their values."""
 
 OPERATORS: Mapping[type[ast.operator | ast.cmpop], str] = {
     ast.Add: "add",
