@@ -287,7 +287,8 @@ def _made_for(local: LocalBatch, placement: Placement, job: Job) -> LocalBatch:
     if list(local.slices) != expected:
         raise BatchError(
             f"the batch holds towers {list(local.slices)}, but this worker runs {expected} of "
-            f"{placement.num_towers}: create the loader with the same Towers, and set placement between steps"
+            f"{placement.num_towers}: set placement before the batch is requested, after the average() of "
+            "the step before, and create its loader with the same Towers"
         )
     return local
 
