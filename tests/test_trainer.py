@@ -168,6 +168,33 @@ def test_callbacks_have_a_state_and_may_stop_the_run(tmp_path, num_workers):
     assert go(tmp_path / "parts", 15) == once
 
 
+class Names(samestep.Callback):
+    """Has a state that no checkpoint can hold."""
+
+    def __init__(self):
+        self.steps = []
+
+    def after_step(self, trainer, report):
+        self.steps.append(report.step)
+
+    def state_dict(self):
+        return {"names": {"a", "b"}}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([3, 1], 1))
+def test_state_that_cannot_be_saved_is_named_after_the_first_step(tmp_path, num_workers):
+    """Not at the first checkpoint, when all steps before it would be lost."""
+    names = [Names() for _ in range(num_workers)]
+    outcomes = simulate(lambda job: trainer_of(job, tmp_path, callbacks=[names[job.rank]]).run(), num_workers)
+    for outcome, callback in zip(outcomes, names, strict=True):
+        assert isinstance(outcome.error, ConfigError), outcome.text
+        assert "callback Names.names is a set" in outcome.text
+        assert len(callback.steps) == 1
+
+
 class Noise(samestep.Callback):
     """Adds to the weights what it draws from the global generators."""
 

@@ -27,8 +27,8 @@ from samestep.app.regroup import meet_again, renewable_of, report_regroup
 from samestep.app.unknown_optimizers import UnknownOptimizers
 from samestep.arguments import check_callable, check_kind
 from samestep.batches.batch import LocalBatch
-from samestep.checkpoint.handover import check_state
 from samestep.checkpoint.objects import TrainingObjects
+from samestep.checkpoint.snapshot import check_snapshot
 from samestep.errors import ConfigError, DisagreementError, LostWorkerError, UsageError, one_line
 from samestep.towers.towers import Towers
 from samestep.workers.collectives import gather_objects
@@ -187,7 +187,7 @@ class Elastic:
             if self._job.is_newcomer:
                 meet_again(self._job, self._catch_up)
             else:
-                check_state(self._state.objects)
+                check_snapshot(self._state.objects)
                 renewable.can_go_on()
             for towers in self._state.towers:
                 towers._may_change_workers = True

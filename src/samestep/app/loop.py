@@ -20,7 +20,7 @@ from samestep.app.hooks import Hooks
 from samestep.app.interruption import Interruption, StopFlags
 from samestep.app.lock import RunLock
 from samestep.app.regroup import meet_again, renewable_of, report_regroup
-from samestep.app.resume import objects_of, put_back, small_states, write_checkpoint
+from samestep.app.resume import check_checkpoint, objects_of, put_back, small_states, write_checkpoint
 from samestep.app.run_folder import tidy
 from samestep.app.writer import CheckpointWriter
 from samestep.checkpoint.handover import send_state, take_state
@@ -96,6 +96,7 @@ class Loop:
         self._interruption = interruption
         self._writer = writer
         self._hooks = hooks
+        self._can_be_saved = False  # whether this is known
         self._batches: Iterator[Any] | None = None
         self._before: dict[str, Any] | None = None  # `small_states` before the step that has begun
         self._report: Report | None = None
@@ -221,6 +222,9 @@ class Loop:
     def _write(self) -> None:
         if _is_checkpoint_due(self._step, self.flags, self._trainer):
             write_checkpoint(self._trainer, self._writer)
+        elif not self._can_be_saved:  # optimizers have their state from the first step on
+            check_checkpoint(self._trainer)
+        self._can_be_saved = True
         self._hooks.written(self._writer.take_written())
 
     def _finish_writing(self) -> None:

@@ -19,7 +19,7 @@ from samestep.app.small_states import copied, set_small_state, small_state
 from samestep.app.writer import CheckpointWriter
 from samestep.checkpoint.durable import storage
 from samestep.checkpoint.objects import TrainingObjects, kind_of
-from samestep.checkpoint.snapshot import restore, take_snapshot
+from samestep.checkpoint.snapshot import check_snapshot, restore, take_snapshot
 from samestep.checkpoint.switches import Switches
 from samestep.errors import ConfigError, DataError, shown
 from samestep.identity import Fingerprint, changes, fingerprint
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from samestep.app.trainer import Trainer
 
 __all__ = [
+    "check_checkpoint",
     "check_fresh",
     "objects_of",
     "open_run",
@@ -108,6 +109,11 @@ def write_checkpoint(trainer: Trainer, writer: CheckpointWriter) -> None:
         towers._check_weights(f"step {towers.step}, checkpoint", beside)
     gathered = objects.gathered()
     writer.write(trainer.step.towers.step, lambda: take_snapshot(gathered))
+
+
+def check_checkpoint(trainer: Trainer) -> None:
+    """Raise now, not hours later, what `write_checkpoint` would raise for state that it cannot write."""
+    check_snapshot(objects_of(trainer, _noted(trainer)))
 
 
 def _has_drawn(trainer: Trainer) -> bool:

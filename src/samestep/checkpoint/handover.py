@@ -16,7 +16,7 @@ from samestep.checkpoint.switches import all_modules
 from samestep.workers.agreement import hand_over
 from samestep.workers.job import Job
 
-__all__ = ["check_state", "send_state", "take_state"]
+__all__ = ["send_state", "take_state"]
 
 State: TypeAlias = tuple[Snapshot, Mapping[str, Mapping[str, Tensor]], GroupNames]
 """A checkpoint's state, and what it leaves out: buffers, by module and name, and the optimizers' groups."""
@@ -33,15 +33,6 @@ def send_state(
     sent = (_state(objects), more) if job.rank == source else None
     sent = hand_over(sent, job, source, targets, f"the state of worker {source}")
     return sent if job.rank in targets else None
-
-
-def check_state(objects: TrainingObjects) -> None:
-    """Raise now what `send_state` would raise later, when a worker joins or falls behind.
-
-    Raises:
-        ConfigError: some of the state cannot be sent.
-    """
-    take_snapshot(objects)
 
 
 def take_state(state: State, objects: TrainingObjects) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from samestep.sharding.sharded_optimizer import ShardedOptimizer
 from samestep.workers.agreement import agree
 from samestep.workers.job import Job
 
-__all__ = ["STATE", "Snapshot", "restore", "take_snapshot"]
+__all__ = ["STATE", "Snapshot", "check_snapshot", "restore", "take_snapshot"]
 
 STATE = "training"
 """Name of the files with all state besides the modules' tensors."""
@@ -86,6 +86,33 @@ def take_snapshot(objects: TrainingObjects, step: int = 0) -> Snapshot:
     Raises:
         ConfigError: some of the state cannot be written to a checkpoint.
     """
+    weights, averages, outline, tensors = _parts(objects)
+    return Snapshot(
+        step if objects.towers is None else objects.towers.step,
+        fingerprint(objects.device),
+        _copies(weights, torch.contiguous_format),
+        None if averages is None else _copies(averages, torch.contiguous_format),
+        outline,
+        _copies(tensors, torch.preserve_format),
+    )
+
+
+def check_snapshot(objects: TrainingObjects) -> None:
+    """Raise now what `take_snapshot` would raise later, without copying anything.
+
+    A sharded optimizer is left out, because its state is gathered from all workers.
+
+    Raises:
+        ConfigError: some of the state cannot be written to a checkpoint.
+    """
+    state = {n: value for n, value in objects.state.items() if not isinstance(value, ShardedOptimizer)}
+    _parts(replace(objects, state=state))
+
+
+def _parts(
+    objects: TrainingObjects,
+) -> tuple[dict[str, Tensor], dict[str, Tensor] | None, dict[str, Any], dict[str, Tensor]]:
+    """Return the weights, averages, outline and tensors of a snapshot; nothing is copied."""
     modules = {name: {} if m is None else state_of(m) for name, m in objects.modules.items()}
     tensors: dict[str, Tensor] = {}
     outline = {
@@ -96,15 +123,11 @@ def take_snapshot(objects: TrainingObjects, step: int = 0) -> Snapshot:
             name: to_outline(_others(entries), f"extra.{name}", tensors) for name, entries in modules.items()
         },
     }
-    averages = None if objects.averaged_model is None else _tensors(modules[AVERAGES])
-    return Snapshot(
-        step if objects.towers is None else objects.towers.step,
-        fingerprint(objects.device),
-        _copies(_tensors(modules[WEIGHTS]), WEIGHTS, torch.contiguous_format),
-        None if averages is None else _copies(averages, AVERAGES, torch.contiguous_format),
-        outline,
-        _copies(tensors, STATE, torch.preserve_format),
-    )
+    weights, averages = (_tensors(modules[name]) for name in (WEIGHTS, AVERAGES))
+    for part, found in ((WEIGHTS, weights), (AVERAGES, averages), (STATE, tensors)):
+        for name, tensor in found.items():
+            _check_tensor(f"{part}: {name}", tensor)
+    return weights, None if objects.averaged_model is None else averages, outline, tensors
 
 
 def restore(
@@ -194,17 +217,17 @@ def _load(name: str, target: Any, state: Any, path: Path, undo: ExitStack) -> No
         raise DataError(f"{path}: its state of {name} does not fit ({why})") from error
 
 
-def _copies(tensors: Mapping[str, Tensor], part: str, layout: torch.memory_format) -> dict[str, Tensor]:
-    copies = {}
-    for name, tensor in tensors.items():
-        check_values(f"{part}: {name}", tensor)
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype in _NOT_ON_DISK:
-            raise ConfigError(
-                f"{part}: {name} is {tensor.layout} {tensor.dtype}, which safetensors cannot hold; keep it "
-                "dense, and in another dtype"
-            )
-        copies[name] = tensor.detach().to("cpu", copy=True, memory_format=layout)
-    return copies
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    check_values(name, tensor)
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype in _NOT_ON_DISK:
+        raise ConfigError(
+            f"{name} is {tensor.layout} {tensor.dtype}, which safetensors cannot hold; keep it dense, and in "
+            "another dtype"
+        )
+
+
+def _copies(tensors: Mapping[str, Tensor], layout: torch.memory_format) -> dict[str, Tensor]:
+    return {name: each.detach().to("cpu", copy=True, memory_format=layout) for name, each in tensors.items()}
 
 
 def _tensors(entries: Mapping[str, Any]) -> dict[str, Tensor]:
