@@ -52,9 +52,16 @@ def test_a_process_group_of_other_workers_than_the_launchers_is_refused(monkeypa
         dist.destroy_process_group()
 
 
-def test_a_child_that_imports_the_script_has_no_job(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "command",
+    [
+        "from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=5, pipe_handle=7)",
+        "from multiprocessing.forkserver import main; main(3, 5, ['__main__'], **{})",
+        "import sys; from multiprocessing.forkserver import main; main(3, 5, ['__main__'], **{})",  # 3.14
+    ],
+)
+def test_a_child_that_imports_the_script_has_no_job(monkeypatch, capsys, command):
     """A DataLoader's process, say, which multiprocessing has spawned."""
-    command = "from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=5, pipe_handle=7)"
     monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-c", command, "--multiprocessing-fork"])
     monkeypatch.setitem(sys.modules, "__mp_main__", ModuleType("__mp_main__"))
     with pytest.raises(ConfigError, match="imports the script: call it under `if __name__"):

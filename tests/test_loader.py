@@ -815,17 +815,24 @@ def test_examples_may_hold_themselves():
     assert batch.compared() == batch.compared()
 
 
+def nested(layout, rows):
+    return {"x": torch.nested.nested_tensor(rows, layout=layout), "rows": len(rows)}
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_collate_fn_may_return_nested_tensors(layout, num_workers):
-    def together(rows):
-        return {"x": torch.nested.nested_tensor(rows, layout=layout), "rows": len(rows)}
-
     dataset = [torch.full((length, 1), length / 8) for length in (2, 4, 3, 1, 5, 2)]
     towers = Towers(torch.nn.Linear(1, 1, bias=False), 2)
     loader = TowerLoader(
-        dataset, 6, towers, shuffle=False, collate_fn=together, num_workers=num_workers, timeout=60
+        dataset,
+        6,
+        towers,
+        shuffle=False,
+        collate_fn=partial(nested, layout),
+        num_workers=num_workers,
+        timeout=60,
     )
     for batch in loader:
         for tower in towers(batch):

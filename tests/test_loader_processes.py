@@ -82,6 +82,12 @@ def read_while_one_is_killed():
     time.sleep(LONG_S)
 
 
+def read_with_a_local_function(**options):
+    towers = Towers(torch.nn.Linear(1, 1), 2)
+    loader = TowerLoader(Reading(be_slow), 2, towers, collate_fn=lambda rows: rows, num_workers=1, **options)
+    return [[*batch.slices.values()] for batch in loader]
+
+
 CASES = {
     "killed": (read, (kill,), FORK, GONE + "(is killed by signal: Killed|exited unexpectedly).*"),
     "killed, no child of ours": (read, (kill,), {}, f"{GONE}exited unexpectedly.*|{GONE_NOW}"),
@@ -97,6 +103,14 @@ CASES = {
     "slow": (read, (be_slow,), FORK | {"epochs": 2}, ALL_TWICE),
     "slow, persistent": (read, (be_slow,), FORK | {"epochs": 2, "persistent_workers": True}, ALL_TWICE),
     "failed": (read, (fail,), FORK, r"FileNotFoundError: (.|\n)*samestep: in example 5 of the dataset\s*"),
+    "not to be sent": (
+        read_with_a_local_function,
+        (),
+        {"multiprocessing_context": "forkserver"},
+        r"ConfigError: num_workers = 1: the dataset, or a function of it, cannot be sent to loader processes "
+        r"\(.*<lambda>.*\): define it at the top level of a module, or, on Linux, pass "
+        "multiprocessing_context='fork'",
+    ),
     "failed here": (
         read,
         (fail,),

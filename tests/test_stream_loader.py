@@ -394,20 +394,22 @@ class Lines(IterableDataset):
         yield from map(float, self.file)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "multiprocessing_context": "fork"}])
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-def test_a_source_that_holds_an_open_file_is_refused(tmp_path, num_workers):
+def test_a_source_that_holds_an_open_file_is_refused(tmp_path, options):
     path = tmp_path / "lines"
     path.write_text("\n".join(map(str, range(40))))
     lines = Lines(path)
-    loader = StreamLoader(lines, BATCH_SIZE, make_towers(None), num_workers=num_workers)
+    loader = StreamLoader(lines, BATCH_SIZE, make_towers(None), **options)
     with pytest.raises(ConfigError) as caught:
         next(iter(loader))
     lines.file.close()
+    with pytest.raises(TypeError) as cause:
+        copy.deepcopy(lines)
     assert str(caught.value) == (
-        "source is a Lines that cannot be copied for each tower (TypeError: cannot pickle "
-        "'_io.TextIOWrapper' object): expected one that opens files and connections in its __iter__, or "
-        "make_shard(tower, num_towers, epoch, seed) -> iterable"
+        f"source is a Lines that cannot be copied for each tower (TypeError: {cause.value}): expected one "
+        "that opens files and connections in its __iter__, or make_shard(tower, num_towers, epoch, seed) -> "
+        "iterable"
     )
 
 

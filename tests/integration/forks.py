@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,9 @@ def start(role: Callable[[dict[str, Any], int], None], request: dict[str, Any], 
 
 def fork(play: Callable[[], None]) -> int:
     """Fork a process that does what `play` does and ends as Python does; return its id."""
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a fork beside threads, which the child does not use
+        pid = os.fork()
     if pid == 0:
         status = 1
         try:

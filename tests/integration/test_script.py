@@ -147,11 +147,13 @@ def test_a_script_may_launch_twice_and_go_on(nursery, tmp_path):
 FORKING = """
 import os
 import sys
+import warnings
 
 import samestep
 
 
 def main(job):
+    warnings.simplefilter("ignore")  # of a fork beside threads
     child = os.fork()
     if child == 0:
         sys.exit(0)

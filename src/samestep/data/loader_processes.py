@@ -8,15 +8,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+import warnings
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
+from pickle import PicklingError
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from samestep.errors import Error, LoaderError, one_line
+from samestep.errors import ConfigError, Error, LoaderError, one_line
 from samestep.workers.process import end_with_parent
 from samestep.workers.waiter import Patience
 
@@ -63,17 +65,44 @@ def read_through(loader: DataLoader[Any], rank: int, timeout_s: float) -> Genera
     """Yield the items of a DataLoader with `timeout_option`, on worker `rank`.
 
     Raises:
+        ConfigError: the dataset or a function cannot be sent to loader processes.
         LoaderError: no loader process returned anything within the timeout, or one was killed; the latter is
             raised at once in the main thread, at whatever line it is.
     """
     with torch.device("cpu"):  # DataLoader fills a tensor on the default device from our CPU generator
-        batches = _named(partial(iter, loader), loader, rank, timeout_s)
+        batches = _named(partial(_started, loader), loader, rank, timeout_s)
     _name_killed(rank)
     while True:
         try:
             yield _named(partial(next, batches), loader, rank, timeout_s)
         except StopIteration:
             return
+
+
+def _started(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Start the loader processes. From Python 3.14 on, they import the script, and are sent pickles."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Got pickle error")  # torch's, beside the error
+            return iter(loader)
+    except (PicklingError, TypeError, AttributeError) as error:
+        if "pickle" not in str(error):
+            raise
+        why = one_line(f"{type(error).__name__}: {error}")
+        raise ConfigError(
+            f"num_workers = {loader.num_workers}: the dataset, or a function of it, cannot be sent to loader "
+            f"processes ({why}): define it at the top level of a module, or, on Linux, pass "
+            "multiprocessing_context='fork'"
+        ) from error
+    except (ConnectionError, EOFError) as error:
+        if (loader.multiprocessing_context or multiprocessing).get_start_method() == "fork":
+            raise
+        why = one_line(f"{type(error).__name__}: {error}")
+        raise LoaderError(
+            f"num_workers = {loader.num_workers}: loader processes could not be started ({why}): they import "
+            "the script, so let it train under `if __name__ == '__main__':`; or, on Linux, pass "
+            "multiprocessing_context='fork'"
+        ) from error
 
 
 def _named(call: Callable[[], Any], loader: DataLoader[Any], rank: int, timeout_s: float) -> Any:

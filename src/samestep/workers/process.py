@@ -6,6 +6,7 @@ import ctypes
 import multiprocessing
 import os
 import platform
+import re
 import shutil
 import signal
 import sys
@@ -73,7 +74,9 @@ def end_with_parent(number: signal.Signals) -> None:
 
 def imports_script() -> bool:
     """Whether this is a multiprocessing process that is importing its parent's script."""
-    is_child = any(word.startswith("from multiprocessing.") for word in sys.orig_argv)
+    # The code after `-c`; from Python 3.14 on, a fork server's begins with `import sys`.
+    begin = re.compile("(import sys; )?from multiprocessing[.](spawn|forkserver) import")
+    is_child = any(map(begin.match, sys.orig_argv))
     return is_child and sys.modules.get("__mp_main__") is not sys.modules["__main__"]
 
 
