@@ -26,6 +26,7 @@ GONE = r"LoaderError: a loader process of worker 0 is gone: DataLoader worker \(
 SILENT = "LoaderError: worker 0: its loader processes have delivered nothing for {} s: .*"
 GONE_NOW = r"LoaderError: a loader process of worker 0 is gone: (ConnectionResetError|EOFError):.*"
 FORK = {"multiprocessing_context": "fork"}
+SERVER = {"multiprocessing_context": "forkserver"}
 ALL_TWICE = re.escape(str([[*range(12)]] * 2))
 
 
@@ -90,7 +91,7 @@ def read_with_a_local_function(**options):
 
 CASES = {
     "killed": (read, (kill,), FORK, GONE + "(is killed by signal: Killed|exited unexpectedly).*"),
-    "killed, no child of ours": (read, (kill,), {}, f"{GONE}exited unexpectedly.*|{GONE_NOW}"),
+    "killed, no child of ours": (read, (kill,), SERVER, f"{GONE}exited unexpectedly.*|{GONE_NOW}"),
     "killed, meanwhile": (read_while_one_is_killed, (), {}, GONE + r"is killed .*\(out of memory\?\)"),
     "left": (read, (leave,), FORK, f"{GONE}exited unexpectedly.*|{GONE_NOW}"),
     "stopped": (read, (stop,), {"timeout": 0.5}, SILENT.format(r"0\.5")),
@@ -106,7 +107,7 @@ CASES = {
     "not to be sent": (
         read_with_a_local_function,
         (),
-        {"multiprocessing_context": "forkserver"},
+        SERVER,
         r"ConfigError: num_workers = 1: the dataset, or a function of it, cannot be sent to loader processes "
         r"\(.*<lambda>.*\): define it at the top level of a module, or, on Linux, pass "
         "multiprocessing_context='fork'",

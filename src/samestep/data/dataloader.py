@@ -10,7 +10,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from samestep.arguments import whole
-from samestep.data.loader_processes import read_through, start_loader_process, timeout_option
+from samestep.data.loader_processes import (
+    default_start_method,
+    read_through,
+    start_loader_process,
+    timeout_option,
+)
 from samestep.errors import ConfigError
 from samestep.workers.job import Job
 
@@ -50,6 +55,8 @@ def reading(
     """Return a function that reads a dataset through a DataLoader, without batching or collating."""
     options = {"num_workers": 0, "persistent_workers": False, **options, **more}
     timeout_s = options.pop("timeout", 0) or job.timeout_s
+    if options["num_workers"] and options.get("multiprocessing_context") is None:
+        options["multiprocessing_context"] = default_start_method()
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_size=None,

@@ -22,12 +22,23 @@ from samestep.errors import ConfigError, Error, LoaderError, one_line
 from samestep.workers.process import end_with_parent
 from samestep.workers.waiter import Patience
 
-__all__ = ["read_through", "start_loader_process", "timeout_option"]
+__all__ = ["default_start_method", "read_through", "start_loader_process", "timeout_option"]
 
 _SLICE_S = 0.2
 _EXIT_WAIT_S = 1.0
 _CAUGHT = "Caught "
 """Start of the message of an error that DataLoader re-raises from a loader process."""
+
+
+def default_start_method() -> str | None:
+    """Return how loader processes start: "fork" on Linux, unless the program has set another method.
+
+    From Python 3.14 on, multiprocessing's own default there is a fork server. It belongs to its worker's
+    process group, so a signal to the group ends it, and the loader processes with it.
+    """
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    is_chosen = chosen not in (None, multiprocessing.get_all_start_methods()[0])
+    return chosen if is_chosen or sys.platform != "linux" else "fork"
 
 
 def start_loader_process(_: int) -> None:
@@ -80,7 +91,7 @@ def read_through(loader: DataLoader[Any], rank: int, timeout_s: float) -> Genera
 
 
 def _started(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Start the loader processes. From Python 3.14 on, they import the script, and are sent pickles."""
+    """Start the loader processes; if they are no forks, they import the script, and are sent pickles."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Got pickle error")  # torch's, beside the error
