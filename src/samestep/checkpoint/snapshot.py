@@ -86,14 +86,12 @@ def take_snapshot(objects: TrainingObjects, step: int = 0) -> Snapshot:
     Raises:
         ConfigError: some of the state cannot be written to a checkpoint.
     """
-    weights, averages, outline, tensors = _parts(objects)
-    return Snapshot(
-        step if objects.towers is None else objects.towers.step,
-        fingerprint(objects.device),
-        _copies(weights, torch.contiguous_format),
-        None if averages is None else _copies(averages, torch.contiguous_format),
-        outline,
-        _copies(tensors, torch.preserve_format),
+    state = _state_now(objects, step)
+    return replace(
+        state,
+        weights=_copies(state.weights, torch.contiguous_format),
+        averages=None if state.averages is None else _copies(state.averages, torch.contiguous_format),
+        tensors=_copies(state.tensors, torch.preserve_format),
     )
 
 
@@ -106,13 +104,11 @@ def check_snapshot(objects: TrainingObjects) -> None:
         ConfigError: some of the state cannot be written to a checkpoint.
     """
     state = {n: value for n, value in objects.state.items() if not isinstance(value, ShardedOptimizer)}
-    _parts(replace(objects, state=state))
+    _state_now(replace(objects, state=state))
 
 
-def _parts(
-    objects: TrainingObjects,
-) -> tuple[dict[str, Tensor], dict[str, Tensor] | None, dict[str, Any], dict[str, Tensor]]:
-    """Return the weights, averages, outline and tensors of a snapshot; nothing is copied."""
+def _state_now(objects: TrainingObjects, step: int = 0) -> Snapshot:
+    """Return a snapshot of the objects' own tensors, which the next step changes."""
     modules = {name: {} if m is None else state_of(m) for name, m in objects.modules.items()}
     tensors: dict[str, Tensor] = {}
     outline = {
@@ -127,7 +123,14 @@ def _parts(
     for part, found in ((WEIGHTS, weights), (AVERAGES, averages), (STATE, tensors)):
         for name, tensor in found.items():
             _check_tensor(f"{part}: {name}", tensor)
-    return weights, None if objects.averaged_model is None else averages, outline, tensors
+    return Snapshot(
+        step if objects.towers is None else objects.towers.step,
+        fingerprint(objects.device),
+        weights,
+        None if objects.averaged_model is None else averages,
+        outline,
+        tensors,
+    )
 
 
 def restore(
