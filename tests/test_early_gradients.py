@@ -80,7 +80,7 @@ def test_it_is_named(program, num_workers):
     with pytest.warns(UserWarning, match=r"clipped before average\(\) \(test_early_\w+.py, line") as caught:
         outcomes = simulate(program, num_workers)
     assert [outcome.error for outcome in outcomes] == [None] * num_workers
-    assert len(caught) == num_workers
+    assert len(caught) == 1  # worker 0's
 
 
 def read_in_the_loop(job):
@@ -121,7 +121,7 @@ def test_a_read_is_named(program, num_workers):
     ) as caught:
         outcomes = simulate(program, num_workers)
     assert [outcome.error for outcome in outcomes] == [None] * num_workers
-    assert len(caught) == num_workers
+    assert len(caught) == 1  # worker 0's
 
 
 # ---- right -----------------------------------------------------------------------------------------

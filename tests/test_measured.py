@@ -126,8 +126,8 @@ WRONG = {
 @pytest.mark.parametrize("program", WRONG)
 def test_it_is_named(program, num_workers):
     told, _ = warnings_of(program, num_workers)
-    assert len(told) == num_workers
-    assert all(f"metrics depend on {WRONG[program]}" in each for each in told), told
+    (message,) = told  # worker 0's
+    assert f"metrics depend on {WRONG[program]}" in message
 
 
 # ---- right -----------------------------------------------------------------------------------------

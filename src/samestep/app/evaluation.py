@@ -108,7 +108,7 @@ class Evaluation:
         must_match: dict[str, Any] = {}
         error = None
         try:
-            if self not in _seen:
+            if job.is_first and self not in _seen:
                 _seen.add(self)
                 check_measured(self.measure, self.metrics, model)
             generators = OwnGenerators(model)

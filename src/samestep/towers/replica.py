@@ -114,7 +114,7 @@ class Replica:
         self._plans: dict[Kind, Plan] = {}
         self.has_reentrant = False  # whether a backward may add to a parameter's gradient twice
         self.loss_forms = LossForms()
-        self.watch = Watch(model)
+        self.watch = Watch(model, reads_source=job.is_first)
         self.dropped = DroppedGradients(self.watch.tensors, warns=job.is_first)
         check_wrappers(model)
         check_norms(model, settings.statistics)

@@ -1,4 +1,4 @@
-"""Reads the program's source code in a worker's first step."""
+"""Reads the program's source code in the first step."""
 
 from __future__ import annotations
 

@@ -39,14 +39,20 @@ class Watch:
         flow: the values that a pass leaves and another one uses, in some of the steps that look.
         settings: of torch's own layers, by layer, in every 32nd step.
         loss: of the whole batch, which all workers compute; None until it is known in this step.
+
+    Args:
+        model: whose tensors and layers are watched.
+        reads_source: whether to read the program's source code in the first step. It is the same for all
+            workers, so one of them is enough.
     """
 
     modes: Modes
     settings: Mapping[str, str]
     loss: float | None
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, reads_source: bool) -> None:
         self._model = model
+        self._reads_source = reads_source
         self._modules: list[nn.Module] = []
         self._known: set[int | str] = set()  # trained parameters and shared buffers of the steps so far
         self._new: set[int | str] = set()  # those of the next step that are not known
@@ -54,7 +60,7 @@ class Watch:
         self.tensors = WatchedTensors()
         self._optimizers = OptimizerSettings()
         self.flow = FlowWatch()
-        self._first: FirstStep | None = None  # in the worker's first step
+        self._first: FirstStep | None = None  # in the first step
         self.looks = self.follows = False
 
     def look_at_model(self, fixed: Sequence[NamedBuffer], shared: Sequence[NamedBuffer]) -> None:
@@ -81,7 +87,7 @@ class Watch:
         """Start to watch a step, after `note` and before its first pass."""
         self.tensors.start_step(step)
         self.loss = None
-        self._first = FirstStep() if self._num_workers == 0 else None
+        self._first = FirstStep() if self._reads_source and self._num_workers == 0 else None
         is_first = self._num_workers != num_workers or bool(self._new)
         self._num_workers = num_workers
         self._known |= self._new
