@@ -54,6 +54,7 @@ _INDEXED: Mapping[str, Callable[[Sequence[Any], Tensor, int], object]] = {
 class Kind(NamedTuple):
     """What an operator does with its arguments."""
 
+    name: str  # without that of its overload; "" for operators of higher order
     writes: tuple[tuple[int, str], ...]  # the arguments that it writes to, by position and name
     overwrites: bool  # whether their old values are lost
     is_random: bool
@@ -63,7 +64,7 @@ class Kind(NamedTuple):
 
 
 _HIGHER_ORDER = Kind(
-    (), overwrites=False, is_random=False, takes_shapes_only=False, takes_parts=False, write=None
+    "", (), overwrites=False, is_random=False, takes_shapes_only=False, takes_parts=False, write=None
 )
 """Of higher-order operators: what happens inside the functions that they call is not followed."""
 
@@ -75,31 +76,25 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     kind: Kind
-    written: Sequence[Tensor]  # the arguments that it writes to
+    values: tuple[Any, ...]  # of all arguments
+    given: Sequence[Tensor]  # the tensors among them
+    written: Sequence[Tensor]  # those that it writes to
     overwrites: bool  # whether their old values are lost
 
     @classmethod
     def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Return the call of any operator."""
         kind = _kind_of(func) if isinstance(func, OpOverload) else _HIGHER_ORDER
-        values = [args[at] if at < len(args) else kwargs.get(name) for at, name in kind.writes]
-        adds = any(each is True for each in (*args[3:4], kwargs.get("accumulate")))  # `index_put_`
-        return cls(func, args, kwargs, kind, list(tensors_in(values)), kind.overwrites and not adds)
+        values = (*args, *kwargs.values())
+        written = [args[at] if at < len(args) else kwargs.get(name) for at, name in kind.writes]
+        adds = kind.overwrites and any(each is True for each in (*args[3:4], kwargs.get("accumulate")))
+        tensors = list(tensors_in(values)), list(tensors_in(written))
+        return cls(func, args, kwargs, kind, values, *tensors, kind.overwrites and not adds)
 
     @property
     def name(self) -> str:
         """The operator's name, without that of its overload; "" for those of higher order."""
-        return getattr(getattr(self.func, "overloadpacket", None), "__name__", "")
-
-    @property
-    def values(self) -> tuple[Any, ...]:
-        """The values of all arguments."""
-        return (*self.args, *self.kwargs.values())
-
-    @property
-    def given(self) -> list[Tensor]:
-        """The tensors among the arguments."""
-        return list(tensors_in(self.values))
+        return self.kind.name
 
     def run(self) -> Any:
         """Run the operator."""
@@ -164,6 +159,7 @@ def _kind_of(func: OpOverload) -> Kind:
     name = func.overloadpacket.__name__
     indexed = None if "reduce" in func._overloadname else _INDEXED.get(name)
     return Kind(
+        name,
         tuple((at, each.name) for at, each in writes),
         name in _OVERWRITING or indexed is not None or any(each.kwarg_only for _, each in writes),
         torch.Tag.nondeterministic_seeded in func.tags,
