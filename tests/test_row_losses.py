@@ -391,6 +391,24 @@ class WeighedInTheCode(Program):
         return 0.2 * F.cross_entropy(self.model(x), y)
 
 
+class AllWeighedByASetting(Program):
+    """In towers of four rows, as if it were divided by ten."""
+
+    num_towers = 6
+    weight = 0.4
+
+    def batch(self, step):
+        return batch_of(step, 24)
+
+    def loss(self, x, y):
+        return self.weight * F.cross_entropy(self.model(x), y)
+
+
+class OfWeighedTerms(AllWeighedByASetting):
+    def loss(self, x, y):
+        return (self.weight * F.cross_entropy(self.model(x), y, reduction="none")).sum() / len(x)
+
+
 class PerPixel(Program):
     """A sum over the rows and a few features, divided by the number of other ones."""
 
@@ -405,7 +423,17 @@ class PartPassedAsSum(OfTheBatch):
 
 
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
-@pytest.mark.parametrize("program", [WeighedByASetting, WeighedInTheCode, PerPixel, PartPassedAsSum])
+@pytest.mark.parametrize(
+    "program",
+    [
+        WeighedByASetting,
+        WeighedInTheCode,
+        AllWeighedByASetting,
+        OfWeighedTerms,
+        PerPixel,
+        PartPassedAsSum,
+    ],
+)
 def test_other_parts_are_not(program, num_workers):
     assert not told_of(program, num_workers, PART)
 

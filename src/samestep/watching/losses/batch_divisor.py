@@ -48,8 +48,12 @@ def divisor_of_batch(
         return divisor, "the elements of the whole batch"
     is_count = math.isclose(divisor, round(divisor), rel_tol=_ROUNDING / max(1, divisor))
     is_of_no_tower = len(known) > 1 and any(round(divisor) % rows for _, rows, _ in known)
-    is_possible = most_own < divisor <= num_towers * max(num_terms for num_terms, _, _ in known)
-    return (divisor, "the same in all towers") if is_count and is_of_no_tower and is_possible else None
+    sizes = {num_terms for num_terms, _, _ in known}
+    is_possible = most_own < divisor <= num_towers * max(sizes)
+    # A weight of the loss looks alike, if towers have equal sizes.
+    has_weight = len(sizes) == 1 and any(found is not None and found.is_own_mean for found, _, _ in parts)
+    is_told = is_count and is_of_no_tower and is_possible and not has_weight
+    return (divisor, "the same in all towers") if is_told else None
 
 
 def _weight(found: RowSum, batch_rows: int) -> float:

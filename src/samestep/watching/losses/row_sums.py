@@ -55,6 +55,7 @@ class RowSum(NamedTuple):
             written in the code.
         written: the product of these.
         num_terms: of that sum or mean.
+        is_own_mean: whether it was divided by the number of its rows or terms.
         is_mixed: whether it was added to a mean.
         is_by_loop: whether a loop has added single rows; their own means are parts of it.
         added: where a term was added to a sum that does not grow with the rows; "" if none was.
@@ -66,6 +67,7 @@ class RowSum(NamedTuple):
     weight: float
     written: float
     num_terms: int
+    is_own_mean: bool = False
     is_mixed: bool = False
     is_by_loop: bool = False
     added: str = ""
@@ -158,7 +160,8 @@ class RowSums:
         is_written = _is_written(factor)
         makes_mean = self._makes_mean(found, call, factor, is_written)
         if makes_mean:
-            found = found._replace(factor=0.0, undivided=0.0)
+            is_own_mean = self._is_of_one(factor, found.num_terms)
+            found = found._replace(factor=0.0, undivided=0.0, is_own_mean=is_own_mean)
         else:
             undivided = self._undivided(found, call, factor, is_written)
             found = found._replace(factor=found.factor * factor, undivided=undivided)
@@ -166,7 +169,7 @@ class RowSums:
             return found._replace(written=found.written * factor)
         found = found._replace(weight=found.weight * factor)
         is_sum = found.factor == 0 and not makes_mean and self._is_of_all(found)
-        return found._replace(factor=1.0, undivided=1.0) if is_sum else found
+        return found._replace(factor=1.0, undivided=1.0, is_own_mean=False) if is_sum else found
 
     def _makes_mean(self, found: RowSum, call: Call, factor: float, is_written: bool) -> bool:
         """Say whether a sum is divided by the number of its rows or terms, or by another count."""
@@ -235,9 +238,9 @@ class RowSums:
     def _of_terms(self, total: Tensor, factor: float, num_terms: int, *, is_mean: bool) -> RowSum:
         found = RowSum(str(ProgramLine.current()), factor, factor, factor, 1.0, num_terms)
         if is_mean:
-            return found._replace(factor=0.0, undivided=0.0, weight=factor / num_terms)
+            return found._replace(factor=0.0, undivided=0.0, weight=factor / num_terms, is_own_mean=True)
         if self._is_of_one(factor, num_terms):
-            return found._replace(factor=0.0, undivided=0.0)
+            return found._replace(factor=0.0, undivided=0.0, is_own_mean=True)
         return found._replace(undivided=0.0) if self._means.has(total) else found
 
     def _factor_of(self, tensor: Tensor) -> float:

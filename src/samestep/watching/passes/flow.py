@@ -318,7 +318,7 @@ class FlowWatch(TorchDispatchMode):
         func, kind, given, written = call.func, call.kind, call.given, call.written
         own = 1 << self._tower
         self._updates.note_parameters(given)
-        taken: list[Tensor] = [] if kind.takes_shapes_only else given
+        taken: Sequence[Tensor] = [] if kind.takes_shapes_only else given
         if call.overwrites:
             taken = [tensor for tensor in taken if not any(tensor is each for each in written)]
         beside = self._kept_numbers.take(func, call.values)
