@@ -15,12 +15,13 @@ from typing import Any
 from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_values import Place, Scope, Value, is_of_samestep
 from samestep.watching.program.expressions import Expressions
-from samestep.watching.program.place_values import ENTRIES
+from samestep.watching.program.place_values import ENTRIES, numbered
 from samestep.watching.program.program_line import frames_of_program, has_resumed
 from samestep.watching.program.source_code import Computed, SourceCode
 from samestep.watching.program.syntax import (
     OPERATORS,
     branch_without_value,
+    constant_number,
     is_whole,
     loaded,
     parallel_names,
@@ -214,5 +215,7 @@ class CodeFlow(Expressions):
                 case ast.Call(args=[of, index, _]):
                     yield Place(self.visit(of).key, self.visit(index).text)
                 case ast.Subscript(value=of, slice=index):
+                    number = constant_number(index)
+                    name = self.visit(index).text if number is None else numbered(number)
                     yield Place(self.visit(of).key, ENTRIES)
-                    yield Place(self.visit(of).key, self.visit(index).text)
+                    yield Place(self.visit(of).key, name)

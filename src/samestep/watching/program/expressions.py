@@ -22,7 +22,7 @@ from samestep.watching.program.code_values import (
     join,
     kind_of,
 )
-from samestep.watching.program.place_values import ENTRIES
+from samestep.watching.program.place_values import ENTRIES, numbered
 from samestep.watching.program.source_code import Function
 from samestep.watching.program.syntax import constant_number, is_whole, names_in, own_names
 
@@ -168,10 +168,13 @@ class Expressions(Calls, ABC):
         name, others = given.text, self._values.data_of(given)
         if (found := self._call_special(holder, "__getitem__", given)) is not None:
             return found
-        if constant_number(index) == -1 and (last := self._values.last(holder)) is not None:
+        number = constant_number(index)
+        if number == -1 and (last := self._values.last(holder)) is not None:
             return last
         if (known := self._object_at(holder, index)) is not None:
             return known.computed_from(others)
+        if number is not None and holder.key is not None:
+            return self._values.read_entry(Place(holder.key, numbered(number)), holder)
         if holder.key is None or not name:
             return Value(self._values.data_of(holder) | others)
         place = Place(holder.key, name)
@@ -183,7 +186,8 @@ class Expressions(Calls, ABC):
                 return Value(self._values.data_of(holder))
             self._values.put(place, self._new(None, NOWHERE), f"{name} of {holder.name}")
             return self._values.get(place) or Value()
-        held = holder.object.get(name, UNKNOWN) if isinstance(holder.object, dict) else UNKNOWN
+        named = holder.object._modules if isinstance(holder.object, nn.ModuleDict) else holder.object
+        held = named.get(name, UNKNOWN) if isinstance(named, dict) else UNKNOWN
         before = Value.before(place, f"{name} of {holder.name}", held)
         return self._values.read(before).computed_from(entries, others)
 
@@ -223,10 +227,13 @@ class Expressions(Calls, ABC):
         if given.text and holder.key is not None:
             place = Place(holder.key, given.text)
             self._values.put(place, value, f"{given.text} of {holder.name}")
-        else:
-            sources = self._values.data_of(value).union(self._values.deciding)
-            is_own = any(place.holder == holder.key for place in sources)
+            return
+        number, sources = constant_number(index), self._values.data_of(value).union(self._values.deciding)
+        is_own = any(place.holder == holder.key for place in sources)
+        if number is None or is_own:
             self._values.fill(holder, sources, is_change=is_own)
+        if number is not None and holder.key is not None:
+            self._values.put(Place(holder.key, numbered(number)), value, holder.name)
 
 
 class _Parts(list[Value]):

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence, ValuesView
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, TypeVar
+
+from torch import nn
 
 from samestep.watching.program.code_values import PLAIN, NewObject, Place, Value, join
 
-__all__ = ["ENTRIES", "PlaceValues"]
+__all__ = ["ENTRIES", "PlaceValues", "numbered"]
 
 T = TypeVar("T")
 
 ENTRIES = "[]"
 """The name of the place for all entries of a container that have no constant name."""
-
-_LAST = "[-1]"
-"""That of the last entry, if it was appended in the turn."""
 
 _MOST_OBJECTS = 8
 _NOWHERE = frozenset[Place]()
@@ -114,11 +114,20 @@ class PlaceValues:
     def set_last(self, holder: Value, value: Value) -> None:
         """Note what was appended last."""
         if holder.key is not None:
-            self._values[Place(holder.key, _LAST)] = value
+            self._values[Place(holder.key, numbered(-1))] = value
 
     def last(self, holder: Value) -> Value | None:
-        """Return what the turn has appended last; None if nothing."""
-        return self._values.get(Place(holder.key, _LAST))
+        """Return what the turn has appended or set last; None if nothing."""
+        return self._values.get(Place(holder.key, numbered(-1)))
+
+    def read_entry(self, place: Place, holder: Value) -> Value:
+        """Return the value of an entry with a constant number; entries may have moved before the turn."""
+        known = self._values.get(place)
+        if known is not None:
+            return known.computed_from((self.get(Place(holder.key, ENTRIES)) or Value()).sources)
+        is_from_before = Place(holder.key, ENTRIES) in self._entries(holder).sources
+        before = frozenset({place}) if is_from_before else _NOWHERE
+        return self.read(Value(self.data_of(holder) | before, name=holder.name))
 
     def empty(self, holder: Value) -> None:
         """Let go of all entries."""
@@ -130,6 +139,8 @@ class PlaceValues:
         """Return the objects in a container that is known, if they are a few, and no numbers."""
         held = holder.object.values() if isinstance(holder.object, dict) else holder.object
         held = held.parts if isinstance(held, NewObject) else held
+        if isinstance(held, (nn.Sequential, nn.ModuleList)):
+            held = list(islice(held, _MOST_OBJECTS))
         if not isinstance(held, (list, tuple, deque, ValuesView)) or len(held) > _MOST_OBJECTS:
             return []
         found = [each if isinstance(each, Value) else Value.of(each, holder.name) for each in held]
@@ -184,6 +195,11 @@ class PlaceValues:
             if first is None or any(each is not first for each in others):
                 first = join(_before(place) if each is None else each for each in (first, *others))
             self._values[place] = first
+
+
+def numbered(number: int) -> str:
+    """Return the name of the place for the entry of a container with a constant number."""
+    return f"[{number}]"
 
 
 def _before(place: Place) -> Value:
