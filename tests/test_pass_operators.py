@@ -63,6 +63,17 @@ class Rolled(EveryOther):
         return F.cross_entropy(self.model(x.roll(self.calls(), 1)), y)
 
 
+class RolledAndLogged(Rolled):
+    """Keeps the loss and the accuracy for a log."""
+
+    def run(self, tower):
+        x, y = tower.batch["x"], tower.batch["y"]
+        outputs = self.model(x.roll(self.calls(), 1))
+        loss = F.cross_entropy(outputs, y)
+        self.shown = loss.item(), (outputs.argmax(1) == y).float().mean().item()
+        tower.backward(loss)
+
+
 class HeadsInTurns(EveryOther):
     def build(self):
         super().build()
@@ -179,7 +190,7 @@ class AfterALookup(EveryOther):
     "program",
     [
         *(EveryOther, Weighted, Rolled, HeadsInTurns, ByTheClock, FromTheSystem, ArrayThatChanges),
-        *(LoggedFirst, AfterAMask, AfterALookup, SeedingItsOwn, SeedingForAWhile),
+        *(RolledAndLogged, LoggedFirst, AfterAMask, AfterALookup, SeedingItsOwn, SeedingForAWhile),
         *(SeedingAnew, SeedingPythons, ShufflingPythons),
     ],
 )

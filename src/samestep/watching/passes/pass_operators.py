@@ -112,7 +112,8 @@ class PassOperators:
         self._empty: dict[int, Kept] = {}  # those with arbitrary values
         self._operators: dict[int, _Operator] = {}
         if self._is_followed:
-            self._tower, self._values_read, self._newest = tower, 0, (-1, 0)
+            self._tower, self._values_read = tower, 0
+            self._newest, self._values_before = range(0), 0
             with self._reads.ignored():
                 self._own_seed = torch.default_generator.initial_seed()
             self._kind = tuple((tensor.shape, tensor.dtype) for tensor in rows)
@@ -157,12 +158,13 @@ class PassOperators:
         for tensor in call.written:
             self._empty.pop(storage_of(tensor), None)
         if self._number is not None:
-            operator = self._operator(call)
-            for index, tensor in enumerate(filter(storage_of, made)):
+            operator, results = self._operator(call), list(filter(storage_of, made))
+            for index, tensor in enumerate(results):
                 self._operators[self._number + index] = operator
                 self._results[storage_of(tensor)] = self._number + index, keep_address(tensor)
-                if tensor.is_floating_point() and tensor.numel() == 1:
-                    self._newest = self._number + index, self._values_read
+            if _may_be_loss(call, results):
+                self._newest = range(self._number, self._number + len(results))
+                self._values_before = self._values_read
         elif self._reads.found:
             for tensor in call.written:
                 self._results.pop(storage_of(tensor), None)
@@ -213,9 +215,8 @@ class PassOperators:
         for index, tensor in enumerate(each for each in losses if isinstance(each, Tensor)):
             if (storage := storage_of(tensor)) in self._results:
                 own = Loss(self._tower, self._results[storage][0], self._operators)
-                # Values that were read after the newest number, such as `loss.item()`, had no part in it.
-                newest, values_before = self._newest
-                values = values_before if own.number == newest else self._values_read
+                # Values that were read after the newest loss, such as `loss.item()`, had no part in it.
+                values = self._values_before if own.number in self._newest else self._values_read
                 self._compare(own, self.losses, (self._kind, values, index))
 
     def note_gradients(self, gradients: Iterable[Tensor]) -> None:
@@ -286,6 +287,12 @@ def _may_read_anything(call: Call) -> bool:
     if not isinstance(call.func, OpOverload) or call.func.overloadpacket.__name__ in _UNTAGGED:
         return True
     return any(each.layout is not torch.strided for each in call.given)
+
+
+def _may_be_loss(call: Call, results: Iterable[Tensor]) -> bool:
+    """Say whether an operator has computed a number that has a gradient."""
+    has_number = any(each.is_floating_point() and each.numel() == 1 for each in results)
+    return has_number and torch.is_grad_enabled() and any(each.requires_grad for each in call.given)
 
 
 def _reads_values(call: Call) -> bool:
