@@ -2,7 +2,8 @@
 
 Python does not say from what a number is computed. So this looks at the numbers that operators of a pass
 take: at those that the program has when the pass ends, and at those of an expression that takes others than
-in the pass before, or did not run in it. What they are computed from, the program's code shows.
+in the pass before, or did not run in it. What they are computed from, the program's code shows. Of values
+that Python reads from another pass's tensors, it also shows whether the loss is computed from them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from samestep.watching.program.code_flow import CodeFlow
 from samestep.watching.program.code_values import Value
 from samestep.watching.program.program_line import Expression, code_that_we_call
 from samestep.watching.program.reach import Named, functions_of, plain_name
-from samestep.watching.program.source_code import SourceCode
+from samestep.watching.program.source_code import Computed, SourceCode
 
 __all__ = ["CarriedNumbers", "rounded"]
 
@@ -60,6 +61,13 @@ class CarriedNumbers:
         self._taken: dict[Expression, dict[_Kind, set[float]]] = {}
         self._computed: dict[Expression, dict[_Kind, set[float]]] = {}
         self._used: dict[str, int] = {}
+        self._read: dict[Expression, CodeType | None] = {}  # and the functions that run them
+
+    def note_read(self) -> None:
+        """Note an expression that reads, in Python, a tensor that another tower's pass has left."""
+        expression = Expression.current()
+        if expression is not None and len(self._read) < MOST_EXPRESSIONS:
+            self._read.setdefault(expression, code_that_we_call())
 
     def take(self, numbers: Collection[float]) -> int:
         """Return a bit for the expression that runs an operator that takes numbers."""
@@ -113,6 +121,9 @@ class CarriedNumbers:
         numbers = [number for number in left if not number.is_integer()]
         found = ((what, self._find(numbers, bits, code)) for what, bits in self._used.items())
         what, names = next(((what, names) for what, names in found if names), ("", set[str]()))
+        if not names and self._used:
+            what = next(iter(self._used))  # the loss; the gradients follow it
+            names = set[str]().union(*(code.carried_into_loss(*each) for each in self._read.items()))
         for expression, taken in (*self._computed.items(), *self._taken.items()):
             self._before.setdefault(expression, {}).update(taken)
         self._has_before = True
@@ -173,12 +184,25 @@ class _Code:
             expression: the expression.
             called: the code of the function that runs it, if the loop is not the program's.
         """
+        names = self._names(self._turn.carried_in, expression, called)
+        return {name for name in names if name not in self._same and _first(name) not in self._same}
+
+    def carried_into_loss(self, expression: Expression, called: CodeType | None) -> set[str]:
+        """Return those of these names, of numbers or not, from which the loss is computed, too."""
+        return self._names(self._turn.carried_into_loss, expression, called)
+
+    def _names(
+        self,
+        names_in: Callable[[list[Computed]], set[str] | None],
+        expression: Expression,
+        called: CodeType | None,
+    ) -> set[str]:
         nodes = self._source.all_at(expression)
         # A library may have called the function, such as a hook.
         others = [code for code in (called, expression.code) if code is not None and code not in self._run]
-        while (names := self._turn.carried_in(nodes)) is None and others:
+        while (names := names_in(nodes)) is None and others:
             self._visit(others.pop(0))
-        return {name for name in names or () if name not in self._same and _first(name) not in self._same}
+        return names or set()
 
     def _visit(self, code: CodeType) -> None:
         """Visit a function, after the loop."""

@@ -97,6 +97,12 @@ class KeptNumbers:
     def _current(self) -> dict[tuple[str, int], float]:
         return dict(_numbered(self._search(is_number, self._functions)))
 
+    def note_read(self, towers: int, own: int) -> None:
+        """Note that the pass has read, in Python, a tensor that depends on these towers, as bits."""
+        self.has_read |= bool(towers & own)
+        if towers & ~own and not self.has_warned:
+            self.carried.note_read()
+
     def take(self, func: Any, arguments: Collection[Any]) -> int:
         """Return the bits of numbers that an operator takes; `LEFT_NUMBER` if the pass before left one."""
         if self.has_warned:

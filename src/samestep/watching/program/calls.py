@@ -143,7 +143,7 @@ class Calls(ast.NodeVisitor, ABC):
         value = Value.before(place, f"{place.name} of {holder.name}", found)
         if is_buffer(holder.object, place.name):
             return value._replace(sources=NOWHERE)
-        return self._values.read(value)
+        return self._values.read(value).computed_from(holder.sources)
 
     def _bound(self, function: FunctionType, holder: Value) -> Value:
         """Return a method of an object."""

@@ -22,6 +22,7 @@ from samestep.watching.program.syntax import (
     OPERATORS,
     branch_without_value,
     constant_number,
+    is_backward,
     is_whole,
     loaded,
     parallel_names,
@@ -41,6 +42,7 @@ class CodeFlow(Expressions):
     def __init__(self, source: SourceCode) -> None:
         super().__init__(source)
         self._has_loop = False
+        self._losses = NOWHERE  # what they are computed from
 
     @classmethod
     def of_running_loop(cls, source: SourceCode) -> CodeFlow:
@@ -69,8 +71,9 @@ class CodeFlow(Expressions):
         self._run(loop.body)
 
     def run_function(self, function: Callable[..., Any], arguments: Sequence[Value]) -> None:
-        """Visit a function; arguments that are missing depend on nothing."""
-        self._call_function(function, arguments, {})
+        """Visit a function that returns a loss, or a part of it; missing arguments depend on nothing."""
+        returned = self._call_function(function, arguments, {})
+        self._losses |= self._values.data_of(returned or Value())
 
     def object_at(self, node: ast.expr, scope: Scope) -> object:
         """Return the object that an expression is; `UNKNOWN` if that is not known."""
@@ -90,6 +93,19 @@ class CodeFlow(Expressions):
         """Return the names of what expressions are computed from, and the turn sets; None if not visited."""
         found = [self._found[id(node)] for node in nodes if id(node) in self._found]
         return self._values.names_of_changed(NOWHERE.union(*found)) if found else None
+
+    def carried_into_loss(self, nodes: Iterable[Computed]) -> set[str] | None:
+        """Return those of these names from which losses are computed, too."""
+        found = [self._found[id(node)] & self._losses for node in nodes if id(node) in self._found]
+        return self._values.names_of_changed(NOWHERE.union(*found)) if found else None
+
+    def visit_Call(self, node: ast.Call) -> Value:
+        """Note the losses that towers get."""
+        value = super().visit_Call(node)
+        if is_backward(node.func):
+            given = [*node.args, *(each.value for each in node.keywords)]
+            self._losses = self._losses.union(*(self._found.get(id(each), NOWHERE) for each in given))
+        return value
 
     # ---- statements ----------------------------------------------------------------------------------
 

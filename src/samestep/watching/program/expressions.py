@@ -189,7 +189,7 @@ class Expressions(Calls, ABC):
         named = holder.object._modules if isinstance(holder.object, nn.ModuleDict) else holder.object
         held = named.get(name, UNKNOWN) if isinstance(named, dict) else UNKNOWN
         before = Value.before(place, f"{name} of {holder.name}", held)
-        return self._values.read(before).computed_from(entries, others)
+        return self._values.read(before).computed_from(holder.sources, entries, others)
 
     def _object_at(self, holder: Value, index: ast.expr) -> Value | None:
         """Return the object in a container that is known; where the index is computed, always the first."""
