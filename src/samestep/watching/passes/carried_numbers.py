@@ -47,6 +47,7 @@ class CarriedNumbers:
         self._search = search
         self._before: dict[Expression, dict[_Kind, set[float]]] = {}  # in earlier passes
         self._has_before = False  # whether there was one
+        self._harmless: set[Expression] = set()  # those that read nothing that passes carry into the loss
         self.start_step()
 
     def start_step(self) -> None:
@@ -64,10 +65,12 @@ class CarriedNumbers:
         self._read: dict[Expression, CodeType | None] = {}  # and the functions that run them
 
     def note_read(self) -> None:
-        """Note an expression that reads, in Python, a tensor that another tower's pass has left."""
+        """Note an expression that reads, in Python, a tensor that another tower's pass may have left."""
         expression = Expression.current()
-        if expression is not None and len(self._read) < MOST_EXPRESSIONS:
-            self._read.setdefault(expression, code_that_we_call())
+        if expression is None or expression in self._harmless or len(self._read) == MOST_EXPRESSIONS:
+            return
+        if expression not in self._read:
+            self._read[expression] = code_that_we_call()
 
     def take(self, numbers: Collection[float]) -> int:
         """Return a bit for the expression that runs an operator that takes numbers."""
@@ -124,6 +127,7 @@ class CarriedNumbers:
         if not names and self._used:
             what = next(iter(self._used))  # the loss; the gradients follow it
             names = set[str]().union(*(code.carried_into_loss(*each) for each in self._read.items()))
+            self._harmless.update(self._read)
         for expression, taken in (*self._computed.items(), *self._taken.items()):
             self._before.setdefault(expression, {}).update(taken)
         self._has_before = True

@@ -100,7 +100,7 @@ class KeptNumbers:
     def note_read(self, towers: int, own: int) -> None:
         """Note that the pass has read, in Python, a tensor that depends on these towers, as bits."""
         self.has_read |= bool(towers & own)
-        if towers & ~own and not self.has_warned:
+        if towers != own and not self.has_warned:
             self.carried.note_read()
 
     def take(self, func: Any, arguments: Collection[Any]) -> int:

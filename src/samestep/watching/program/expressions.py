@@ -194,6 +194,8 @@ class Expressions(Calls, ABC):
     def _object_at(self, holder: Value, index: ast.expr) -> Value | None:
         """Return the object in a container that is known; where the index is computed, always the first."""
         objects, number = self._values.objects_in(holder), constant_number(index)
+        if number is not None and isinstance(holder.object, nn.Sequential | nn.ModuleList):
+            objects = [Value.of(each, holder.name) for each in holder.object]
         if number is not None and not isinstance(holder.object, dict):
             return objects[number] if -len(objects) <= number < len(objects) else None
         is_computed = number is None and not self.visit(index).text and not isinstance(index, ast.Slice)

@@ -225,7 +225,8 @@ class PassResults(WorkerValues):
         own = (sources | self._values.deciding) & _ALL
         kind = kind_of(holder)
         has_names = any(each.is_dict and self._values.named_in(each) for each in arguments)
-        is_by_row = method == "update" and holder.is_dict and PASSES in sources and not has_names
+        is_of_dict = method == "update" and holder.is_dict and (arguments or "" in named) and not has_names
+        is_by_row = is_of_dict and PASSES in sources
         if self._is_in_pass and is_by_row:
             self._kept_by_row.append(holder)
         if own and is_written and (kind is object or issubclass(kind, Tensor)):
@@ -297,10 +298,8 @@ class PassResults(WorkerValues):
         return made
 
     def _object_at(self, holder: Value, index: ast.expr) -> Value | None:
-        """Return the object in a container that is known, or a layer of one."""
+        """Return the object in a container that is known, or a layer of one that the code makes."""
         layers, number = self._layers.get(holder.key, ()), constant_number(index)
-        if isinstance(holder.object, nn.Sequential | nn.ModuleList):
-            layers = [Value.of(each, holder.name) for each in holder.object]
         if number is not None and -len(layers) <= number < len(layers):
             return layers[number]
         return super()._object_at(holder, index)
