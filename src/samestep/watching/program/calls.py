@@ -174,7 +174,7 @@ class Calls(ast.NodeVisitor, ABC):
                 return Value()
         returned = self._call_object(called, arguments, named)
         if returned is not None:
-            return returned
+            return returned.computed_from(called.sources)  # a variable may hold another function
         if method == "get" and holder.is_container and arguments and arguments[0].text:
             return self._entry(holder, node.args[0]).computed_from(*map(self._values.data_of, arguments))
         sources = called.sources | (given := self._data_of_call([*arguments, *named.values()]))
