@@ -1,0 +1,201 @@
+"""Programs whose passes keep something, at random: they are told of it unless each pass sets it anew."""
+
+import importlib.util
+import random
+import warnings
+from textwrap import indent
+
+import pytest
+
+from .cases import mostly_long
+from .simulation import simulate
+
+OBJECT = """class Box:
+    def __init__(self, value):
+        self.value = value
+
+    def read(self):
+        return self.value
+
+    def write(self, value):
+        self.value = value
+"""
+HISTORY = """class Box:
+    def __init__(self, value):
+        self.history = [value]
+
+    def __call__(self):
+        return self.history[-1]
+
+    def update(self, value):
+        self.history.append(value)
+"""
+PROPERTY = """class Box:
+    def __init__(self, value):
+        self._value = value
+
+    @property
+    def value(self):
+        return self._value
+
+    @value.setter
+    def value(self, value):
+        self._value = value
+"""
+FROZEN = """@dataclasses.dataclass(frozen=True)
+class Box:
+    value: object
+"""
+CELL = """def cell(value):
+    def read():
+        return value
+
+    def write(new):
+        nonlocal value
+        value = new
+
+    return read, write
+"""
+DEFAULT = """def memory(new=None, kept={}):
+    if new is not None:
+        kept["value"] = new
+    return kept["value"]
+"""
+CLASS = "class Kept:\n    value = 1.0\n"
+
+HOLDERS = [
+    ("", "kept = {}", "kept", "kept = {}"),
+    ("", "model.kept = {}", "model.kept", "model.kept = {}"),
+    ("", "model[1].kept = {}", "model[1].kept", "model[1].kept = {}"),
+    ("", "kept = types.SimpleNamespace(value={})", "kept.value", "kept.value = {}"),
+    ("", "kept = dict(value={})", "kept['value']", "kept['value'] = {}"),
+    ("", "kept = dict(value={})", "kept.get('value')", "kept.update(value={})"),
+    ("", "kept = dict(a=dict(b={}))", "kept['a']['b']", "kept['a']['b'] = {}"),
+    ("", "kept = [{}]", "kept[0]", "kept[0] = {}"),
+    ("", "kept = [{}]", "kept[-1]", "kept.append({})"),
+    ("", "kept = collections.deque([{}], maxlen=3)", "kept[-1]", "kept.append({})"),
+    ("", "kept = np.array([float({})])", "float(kept[0])", "kept[0] = {}"),
+    ("", "kept = torch.tensor(float({}))", "kept", "kept = torch.as_tensor({}).float()"),
+    ("", "kept = torch.tensor(float({}))", "kept", "kept.copy_(torch.as_tensor({}))"),
+    ("", "kept = torch.tensor(float({}))", "kept.item()", "kept.fill_(float({}))"),
+    ("", "read = functools.partial(float, {})", "read()", "read = functools.partial(float, {})"),
+    ("Box = collections.namedtuple('Box', 'value')", "kept = Box({})", "kept.value", "kept = Box({})"),
+    (CLASS, "Kept.value = {}", "Kept.value", "Kept.value = {}"),
+    (OBJECT, "kept = Box({})", "kept.value", "kept.value = {}"),
+    (OBJECT, "kept = Box({})", "kept.read()", "kept.write({})"),
+    (HISTORY, "kept = Box({})", "kept()", "kept.update({})"),
+    (PROPERTY, "kept = Box({})", "kept.value", "kept.value = {}"),
+    (FROZEN, "kept = Box({})", "kept.value", "kept = dataclasses.replace(kept, value={})"),
+    (CELL, "read, write = cell({})", "read()", "write({})"),
+    (DEFAULT, "memory({})", "memory()", "memory({})"),
+]
+"""Code of the module, of its preparation, to read it, and to set it."""
+
+VALUES = [
+    *("loss.detach()", "loss.item()", "x.mean()", "x.mean().item()", "outputs.detach().mean()"),
+    *("0.9 * {} + 0.1 * loss.item()", "0.9 * {} + 0.1 * loss.detach()", "{} + loss.item()", "{} + x.sum()"),
+    *("max(float({}), loss.item())", "random.random()", "torch.rand(()).item()", "float(x.numpy().mean())"),
+]
+"""What passes keep, perhaps computed from what they have kept."""
+
+USES = [
+    "x = x + 0.05 * {}",
+    "x = F.dropout(x, p=min(0.5, abs(float({})) / 10))",
+    "loss = loss * (1 + 0.1 * {})",
+    "loss = loss / (1 + abs({}))",
+    "loss = loss * torch.tensor([1.0, 0.1 * float({})]).sum()",
+    "loss = loss * float(np.exp(-0.1 * float({})))",
+    "weight = math.tanh(float({}))\nloss = loss * (1 + 0.1 * weight)",
+    "weight = min(1.0, float({}) / 5)\nloss = loss * (1 + weight)",
+    "loss = loss + 0.01 * (outputs - {}).square().mean()",
+    "loss = F.cross_entropy(outputs / (1 + 0.1 * abs({})), y)",
+    "loss = F.cross_entropy(outputs, y, label_smoothing=min(0.5, abs(float({})) / 20))",
+]
+
+PROGRAM = """import collections
+import dataclasses
+import functools
+import math
+import random
+import types
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import samestep
+
+{module}
+
+def program(job):
+    random.seed(0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    {prepare}
+    towers = samestep.Towers(model, {num_towers}, job=job)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn({num_rows}, 6, generator=generator)
+        labels = torch.randint(3, ({num_rows},), generator=generator)
+        {before_step}
+        for tower in towers((inputs, labels)):
+            x, y = tower.batch
+            {before_pass}
+{use_before}
+            outputs = model(x)
+            loss = F.cross_entropy(outputs, y)
+{use_after}
+            {keep}
+            tower.backward(loss)
+        report = towers.average()
+        {after_step}
+        optimizer.step()
+    return samestep.digest(model)
+"""
+
+
+def written(seed):
+    """Return the code of a program, and whether each of its passes sets anew what it keeps."""
+    draw = random.Random(seed)
+    module, prepare, read, write = draw.choice(HOLDERS)
+    value, use, start = draw.choice(VALUES), draw.choice(USES), draw.choice(["0.5", "1.0", "0.0"])
+    is_set_in = draw.choice(["", "before_pass", "before_step", "after_step"])
+    uses = indent(use.format(read), " " * 12)
+    is_used_before = use.startswith("x")
+    places = dict.fromkeys(["before_pass", "before_step", "after_step"], "pass")
+    if is_set_in:
+        places[is_set_in] = write.format("report.loss" if is_set_in == "after_step" else start)
+    code = PROGRAM.format(
+        module=module,
+        prepare=prepare.format(start),
+        num_towers=draw.choice([4, 6]),
+        num_rows=draw.choice([13, 18, 24]),
+        use_before=uses if is_used_before else "",
+        use_after="" if is_used_before else uses,
+        keep=write.format(value.format(read)),
+        **places,
+    )
+    return code, is_set_in == "before_pass"
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", mostly_long(range(400), 12))
+def test_what_passes_carry_on_is_told_of_on_any_number_of_workers(seed, tmp_path):
+    path = tmp_path / f"state_{seed}.py"
+    code, is_set_anew = written(seed)
+    path.write_text(code)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    digests = set()
+    for num_workers in (1, 2, 3):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            outcomes = simulate(module.program, num_workers)
+        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+        digests |= {outcome.value for outcome in outcomes}
+        found = [str(each.message) for each in told] + list(map(str, errors))
+        assert bool(found) != is_set_anew, f"{num_workers} workers\n{code}\n{found}"
+    assert len(digests) == 1 or not is_set_anew
