@@ -112,6 +112,54 @@ USES = [
     "loss = F.cross_entropy(outputs, y, label_smoothing=min(0.5, abs(float({})) / 20))",
 ]
 
+PASS = """{before_pass}
+{use_before}
+outputs = model(x)
+loss = F.cross_entropy(outputs, y)
+{use_after}
+{keep}
+"""
+
+LOOP = """for step in range(2):
+    batch = batch_of(step)
+    {before_step}
+    for tower in towers(batch):
+        x, y = tower.batch
+{pass_}
+        tower.backward(loss)
+    report = towers.average()
+    {after_step}
+    optimizer.step()
+"""
+FUNCTION = """def run(tower):
+    {shared}
+    x, y = tower.batch
+{pass_}
+    tower.backward(loss)
+
+for step in range(2):
+    batch = batch_of(step)
+    {before_step}
+    for tower in towers(batch):
+        run(tower)
+    report = towers.average()
+    {after_step}
+    optimizer.step()
+"""
+STEP = """def loss_of(model, batch):
+    {shared}
+    x, y = batch
+{pass_}
+    return loss
+
+take_step = samestep.Step(towers, loss_of, optimizer)
+for step in range(2):
+    batch = batch_of(step)
+    {before_step}
+    report = take_step(batch)
+    {after_step}
+"""
+
 PROGRAM = """import collections
 import dataclasses
 import functools
@@ -128,6 +176,12 @@ import samestep
 
 {module}
 
+def batch_of(step):
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn({num_rows}, 6, generator=generator)
+    return inputs, torch.randint(3, ({num_rows},), generator=generator)
+
+
 def program(job):
     random.seed(0)
     torch.manual_seed(0)
@@ -135,23 +189,7 @@ def program(job):
     {prepare}
     towers = samestep.Towers(model, {num_towers}, job=job)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        generator = torch.Generator().manual_seed(step)
-        inputs = torch.randn({num_rows}, 6, generator=generator)
-        labels = torch.randint(3, ({num_rows},), generator=generator)
-        {before_step}
-        for tower in towers((inputs, labels)):
-            x, y = tower.batch
-            {before_pass}
-{use_before}
-            outputs = model(x)
-            loss = F.cross_entropy(outputs, y)
-{use_after}
-            {keep}
-            tower.backward(loss)
-        report = towers.average()
-        {after_step}
-        optimizer.step()
+{steps}
     return samestep.digest(model)
 """
 
@@ -162,20 +200,31 @@ def written(seed):
     module, prepare, read, write = draw.choice(HOLDERS)
     value, use, start = draw.choice(VALUES), draw.choice(USES), draw.choice(["0.5", "1.0", "0.0"])
     is_set_in = draw.choice(["", "before_pass", "before_step", "after_step"])
-    uses = indent(use.format(read), " " * 12)
     is_used_before = use.startswith("x")
     places = dict.fromkeys(["before_pass", "before_step", "after_step"], "pass")
     if is_set_in:
         places[is_set_in] = write.format("report.loss" if is_set_in == "after_step" else start)
+    pass_ = PASS.format(
+        use_before=use.format(read) if is_used_before else "",
+        use_after="" if is_used_before else use.format(read),
+        keep=write.format(value.format(read)),
+        **places,
+    )
+    steps = draw.choice([LOOP, FUNCTION, STEP])
+    name = write.partition(" = ")[0]  # a variable of the program, or something else
     code = PROGRAM.format(
         module=module,
         prepare=prepare.format(start),
         num_towers=draw.choice([4, 6]),
         num_rows=draw.choice([13, 18, 24]),
-        use_before=uses if is_used_before else "",
-        use_after="" if is_used_before else uses,
-        keep=write.format(value.format(read)),
-        **places,
+        steps=indent(
+            steps.format(
+                pass_=indent(pass_, " " * (8 if steps is LOOP else 4)),
+                shared=f"nonlocal {name}" if name in ("kept", "read") else "pass",
+                **places,
+            ),
+            "    ",
+        ),
     )
     return code, is_set_in == "before_pass"
 

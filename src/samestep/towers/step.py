@@ -157,6 +157,7 @@ class Step:
     def _average(self, batch: Any, options: StepOptions) -> Report:
         towers = self.towers
         if self.forward is None:
+            options = replace(options, function=partial(self.loss_fn, towers.model))
             turns = towers._loop(batch, self.counts, options)
             check_optimizer(self.optimizer, towers._replica.parameters)
             for tower in turns:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import NoneType
 from typing import Any, Literal, NoReturn
@@ -395,6 +396,7 @@ class Towers:
 
     def _run_whole_batch(self, batch: Any, forward: Forward, loss: WholeLoss, options: StepOptions) -> None:
         """Run a step whose loss is not a sum over rows; see `whole_batch`."""
+        options = replace(options, function=forward)
         self._run = run = self._begin(batch, options, is_whole_batch=True)
         with self._ending_on_error(run):
             run_whole_batch(run, self._root, batch, forward, loss, compares_loss=self._bits_must_match)

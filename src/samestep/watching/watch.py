@@ -83,8 +83,14 @@ class Watch:
         trained = {id(parameter) for parameter in self._model.parameters() if parameter.requires_grad}
         self._new = (trained | {buffer.name for buffer in shared}) - self._known
 
-    def start_step(self, step: int, num_workers: int) -> None:
-        """Start to watch a step, after `note` and before its first pass."""
+    def start_step(self, step: int, num_workers: int, function: Callable[[Any], Any] | None = None) -> None:
+        """Start to watch a step, after `note` and before its first pass.
+
+        Args:
+            step: its number.
+            num_workers: those that take it.
+            function: what samestep calls for a pass, if the loop over towers is not the program's.
+        """
         self.tensors.start_step(step)
         self.loss = None
         self._first = FirstStep() if self._reads_source and self._num_workers == 0 else None
@@ -105,14 +111,14 @@ class Watch:
         self.outside.start_step()
         if self.looks:
             found = in_reach(_is_looked_for, self._forwards) if self.follows else []
-            self.numbers.start_step()
+            self.numbers.start_step(function)
             self._generators.start_step(found)
             self._optimizers.start_step(found)
             self.outside.note_compiled(found)
         self.flow.beside.clear()
         self.flow.operators.start_step()
         if self.follows:
-            self.flow.start_step()
+            self.flow.start_step(function)
         if compares:
             self.flow.beside.start_step(self._forwards)
 

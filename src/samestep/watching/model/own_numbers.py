@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -49,15 +49,17 @@ class OwnNumbers:
         self._changed: dict[_Place, bool] = {}  # in this step; True if only ever to the tower's index
         self._judged: set[_Place] = set()  # that several passes have changed
         self._reported: set[_Place] = set()  # those of them that a warning has named
+        self._function: Callable[[Any], Any] | None = None
 
     @property
     def has_warned(self) -> bool:
         """Whether there has been a warning of numbers that passes change."""
         return bool(self._reported)
 
-    def start_step(self) -> None:
-        """Forget what the previous step's passes have changed."""
+    def start_step(self, function: Callable[[Any], Any] | None = None) -> None:
+        """Forget what the previous step's passes have changed; `function` is as for `Watch.start_step`."""
         self._changed.clear()
+        self._function = function
 
     def start_pass(self, tower: int) -> None:
         """Note the numbers before a tower's pass."""
@@ -87,7 +89,7 @@ class OwnNumbers:
         if not found:
             return
         self._judged.update(found)
-        carried = _carried_on(found)
+        carried = _carried_on(found, self._function)
         self._reported.update(carried)
         if names := [f"{attribute} of {self._names[module()]}" for module, attribute in carried]:
             warn(
@@ -111,10 +113,10 @@ class OwnNumbers:
         return dict(chain.from_iterable(map(_numbers, list(self._names))))
 
 
-def _carried_on(places: Sequence[_Place]) -> Sequence[_Place]:
+def _carried_on(places: Sequence[_Place], function: Callable[[Any], Any] | None) -> Sequence[_Place]:
     """Return those that a pass may read before it sets them, as far as the program's code shows."""
     source = SourceCode()
-    flow = CodeFlow.of_running_loop(source)
+    flow = CodeFlow.of_running_loop(source, function)
     modules = [module for module in dict.fromkeys(of() for of, _ in places) if isinstance(module, nn.Module)]
     for module in modules:  # it may have run in a library's, such as `nn.Sequential`
         flow.run_function(type(module).forward, [Value.of(module)])

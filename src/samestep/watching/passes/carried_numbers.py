@@ -50,8 +50,9 @@ class CarriedNumbers:
         self._harmless: set[Expression] = set()  # those that read nothing that passes carry into the loss
         self.start_step()
 
-    def start_step(self) -> None:
-        """Forget what passes have changed in the step before."""
+    def start_step(self, function: Callable[[Any], Any] | None = None) -> None:
+        """Forget what passes have changed in the step before; `function` is as for `Watch.start_step`."""
+        self._function = function
         self._bits: dict[Expression, int] = {}
         self._called: dict[Expression, CodeType | None] = {}  # the functions that run expressions
         self._changed: set[str] = set()  # names of numbers that passes have changed
@@ -119,7 +120,7 @@ class CarriedNumbers:
         """
         self._changed.update(map(plain_name, changed))
         same = set(map(plain_name, known)) - self._changed
-        code = _Code(partial(self._search, functions=functions), self._changed, same)
+        code = _Code(partial(self._search, functions=functions), self._function, self._changed, same)
         # Whole numbers are often equal.
         numbers = [number for number in left if not number.is_integer()]
         found = ((what, self._find(numbers, bits, code)) for what, bits in self._used.items())
@@ -162,6 +163,7 @@ class _Code:
 
     Args:
         search: `in_reach`, for what it may run.
+        function: the pass, if the loop over towers is not the program's.
         changed: the names of numbers that passes have changed.
         same: those of others.
     """
@@ -169,17 +171,18 @@ class _Code:
     def __init__(
         self,
         search: Callable[[Callable[[Any], bool]], list[Named]],
+        function: Callable[[Any], Any] | None,
         changed: Iterable[str],
         same: set[str],
     ) -> None:
-        self._search = search
+        self._search, self._function = search, function
         self._same = same | ({_first(name) for name in same} - {_first(name) for name in changed})
         self._source = SourceCode()
         self._run: set[CodeType] = set()
 
     @cached_property
     def _turn(self) -> CodeFlow:
-        return CodeFlow.of_running_loop(self._source)
+        return CodeFlow.of_running_loop(self._source, self._function)
 
     def carried_in(self, expression: Expression, called: CodeType | None) -> set[str]:
         """Return the names of what an expression is computed from, and the turn has found and changed.

@@ -104,12 +104,12 @@ class FlowWatch(TorchDispatchMode):
         """Look at nothing inside compiled code."""
         return True
 
-    def start_step(self) -> None:
-        """Forget the step before."""
+    def start_step(self, function: Callable[[Any], Any] | None) -> None:
+        """Forget the step before; `function` is as for `Watch.start_step`."""
         self.stop()
         self._origins.clear()
         self._draws.clear()
-        self._kept_numbers.start_step()
+        self._kept_numbers.start_step(function)
         self._counts.start_step()
         self._updates.start_step()
 

@@ -51,12 +51,12 @@ class KeptNumbers:
         self.has_warned = False
         self.start_step()
 
-    def start_step(self) -> None:
-        """Forget the numbers of the step before."""
+    def start_step(self, function: Callable[[Any], Any] | None = None) -> None:
+        """Forget the numbers of the step before; `function` is as for `Watch.start_step`."""
         self._last: dict[tuple[str, int], float] | None = None  # None before the first pass
         self._left: dict[float, _Left] = {}
         self._changed: set[tuple[str, int]] = set()  # by earlier passes of the step
-        self.carried.start_step()
+        self.carried.start_step(function)
         self._is_idle = self.has_read = False
 
     def start_pass(self, functions: Iterable[Named]) -> None:

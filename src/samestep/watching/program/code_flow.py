@@ -45,14 +45,20 @@ class CodeFlow(Expressions):
         self._losses = NOWHERE  # what they are computed from
 
     @classmethod
-    def of_running_loop(cls, source: SourceCode) -> CodeFlow:
-        """Return the values of the loop that takes its next tower, and of generators before it."""
+    def of_running_loop(cls, source: SourceCode, function: Callable[..., Any] | None = None) -> CodeFlow:
+        """Return the values of the loop that takes its next tower, and of generators before it.
+
+        If that is none of the program's, it calls `function` with a tower's batch.
+        """
         flow = cls(source)
         for frame in frames_of_program():
             if (loop := source.loop_in(frame, has_called_next=has_resumed(frame))) is not None:
                 flow.run_loop(loop, Scope.of_frame(frame))
                 if not any(isinstance(node, ast.Yield) for node in ast.walk(loop)):
                     break  # what is around it runs once a step
+        if function is not None:
+            flow._has_loop = True
+            flow.run_function(function, [])
         return flow
 
     def run_loop(self, loop: ast.For | ast.While, scope: Scope) -> None:
@@ -72,7 +78,7 @@ class CodeFlow(Expressions):
 
     def run_function(self, function: Callable[..., Any], arguments: Sequence[Value]) -> None:
         """Visit a function that returns a loss, or a part of it; missing arguments depend on nothing."""
-        returned = self._call_function(function, arguments, {})
+        returned = self._call_object(Value.of(function), arguments, {})
         self._losses |= self._values.data_of(returned or Value())
 
     def object_at(self, node: ast.expr, scope: Scope) -> object:
