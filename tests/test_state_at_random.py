@@ -159,6 +159,20 @@ for step in range(2):
     report = take_step(batch)
     {after_step}
 """
+WHOLE = """def forward(batch):
+    {shared}
+    x, y = batch
+{pass_}
+    return torch.cat([outputs, loss.expand(len(x), 1)], 1)
+
+for step in range(2):
+    batch = batch_of(step)
+    {before_step}
+    towers.whole_batch(batch, forward, lambda found, _: found[:, :3].square().mean() + found[:, 3].mean())
+    report = towers.average()
+    {after_step}
+    optimizer.step()
+"""
 
 PROGRAM = """import collections
 import dataclasses
@@ -210,7 +224,7 @@ def written(seed):
         keep=write.format(value.format(read)),
         **places,
     )
-    steps = draw.choice([LOOP, FUNCTION, STEP])
+    steps = draw.choice([LOOP, FUNCTION, STEP, WHOLE])
     name = write.partition(" = ")[0]  # a variable of the program, or something else
     code = PROGRAM.format(
         module=module,

@@ -181,7 +181,7 @@ def _run_second_pass(
 ) -> tuple[Callable[[], None], list[Tensor]]:
     """Run a tower's second forward; return a function that runs backward, and the graph's leaf tensors."""
     outputs, outline = take_apart(forward(tower.batch))
-    who = f"step {run.step}, tower {tower.index}"
+    who = f"step {run.step}, tower {tower._index}"
     if outline.kinds != first.outline.kinds or outline.spec != first.outline.spec:
         raise UsageError(
             f"{who}: forward returned {first.outline.sizes} in the first pass and {outline.sizes} in the "
