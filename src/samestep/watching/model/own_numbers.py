@@ -89,7 +89,7 @@ class OwnNumbers:
         if not found:
             return
         self._judged.update(found)
-        carried = _carried_on(found, self._function)
+        carried = _carried_on(found, self._function, list(self._names))
         self._reported.update(carried)
         if names := [f"{attribute} of {self._names[module()]}" for module, attribute in carried]:
             warn(
@@ -113,12 +113,22 @@ class OwnNumbers:
         return dict(chain.from_iterable(map(_numbers, list(self._names))))
 
 
-def _carried_on(places: Sequence[_Place], function: Callable[[Any], Any] | None) -> Sequence[_Place]:
-    """Return those that a pass may read before it sets them, as far as the program's code shows."""
+def _carried_on(
+    places: Sequence[_Place], function: Callable[[Any], Any] | None, known: Sequence[Any]
+) -> Sequence[_Place]:
+    """Return those that a pass may read before it sets them, as far as the program's code shows.
+
+    Args:
+        places: the numbers.
+        function: as for `Watch.start_step`.
+        known: all objects that are watched, such as a module whose forward sets a number of another one.
+    """
     source = SourceCode()
     flow = CodeFlow.of_running_loop(source, function)
     modules = [module for module in dict.fromkeys(of() for of, _ in places) if isinstance(module, nn.Module)]
-    for module in modules:  # it may have run in a library's, such as `nn.Sequential`
+    others = {type(each): each for each in reversed(known) if isinstance(each, nn.Module)}
+    # They may have run in a library's, such as `nn.Sequential`; the model comes first.
+    for module in dict.fromkeys([*reversed(others.values()), *modules]):
         flow.run_function(type(module).forward, [Value.of(module)])
     return [
         (of, name)

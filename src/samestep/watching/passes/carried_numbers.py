@@ -212,14 +212,15 @@ class _Code:
         return names or set()
 
     def _visit(self, code: CodeType) -> None:
-        """Visit a function, after the loop."""
+        """Visit a function, after the loop; if it is a method, that of the first object that is found."""
         self._run.add(code)
-        for _, value in self._search(partial(_runs, code))[:1]:
-            method = _method_of(code, type(value))
-            if method is None:
-                self._turn.run_function(value, [])
-            else:
-                self._turn.run_function(method, [Value.of(value, "self")])
+        found = [value for _, value in self._search(partial(_runs, code))]
+        methods = ((_method_of(code, type(value)), value) for value in found)
+        method, of = next((each for each in methods if each[0] is not None), (None, None))
+        if method is not None:
+            self._turn.run_function(method, [Value.of(of, "self")])
+        elif found:
+            self._turn.run_function(found[0], [])
 
 
 def _first(name: str) -> str:
