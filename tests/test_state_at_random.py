@@ -2,6 +2,7 @@
 
 import importlib.util
 import random
+import re
 import warnings
 from textwrap import indent
 
@@ -94,7 +95,12 @@ HOLDERS = [
 VALUES = [
     *("loss.detach()", "loss.item()", "x.mean()", "x.mean().item()", "outputs.detach().mean()"),
     *("0.9 * {} + 0.1 * loss.item()", "0.9 * {} + 0.1 * loss.detach()", "{} + loss.item()", "{} + x.sum()"),
-    *("max(float({}), loss.item())", "random.random()", "torch.rand(()).item()", "float(x.numpy().mean())"),
+    *(
+        "max(0.5 * float({}), loss.item())",
+        "random.random()",
+        "torch.rand(()).item()",
+        "float(x.numpy().mean())",
+    ),
 ]
 """What passes keep, perhaps computed from what they have kept."""
 
@@ -114,7 +120,7 @@ USES = [
 
 PASS = """{before_pass}
 {use_before}
-outputs = model(x)
+outputs = net(x)
 loss = F.cross_entropy(outputs, y)
 {use_after}
 {keep}
@@ -174,6 +180,35 @@ for step in range(2):
     optimizer.step()
 """
 
+INSIDE = """for step in range(2):
+    {before_step}
+    for tower in towers(batch_of(step)):
+        x, y = tower.batch
+        tower.backward({call})
+    report = towers.average()
+    {after_step}
+    optimizer.step()
+"""
+CALLS = ["model(x, y)", "torch.func.functional_call(model, dict(model.named_parameters()), (x, y))"]
+"""Of a model that computes its own loss: the second one is a library's."""
+
+MODEL = """model = net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+{prepare}
+"""
+MODEL_INSIDE = """class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        {prepare}
+
+    def forward(self, x, y):
+        net = self.net
+{pass_}
+        return loss
+
+model = Model()
+"""
+
 PROGRAM = """import collections
 import dataclasses
 import functools
@@ -199,8 +234,7 @@ def batch_of(step):
 def program(job):
     random.seed(0)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    {prepare}
+{model}
     towers = samestep.Towers(model, {num_towers}, job=job)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 {steps}
@@ -208,37 +242,46 @@ def program(job):
 """
 
 
+STEPS = LOOP, FUNCTION, STEP, WHOLE, INSIDE
+
+
+def inside(code):
+    """Return code that keeps in the model what other code keeps in a variable."""
+    code = code.replace("model.", "self.").replace("model[", "self.net[")
+    return re.sub(r"(?<!\.)\bkept\b(?!=)", "self.kept", code)
+
+
 def written(seed):
     """Return the code of a program, and whether each of its passes sets anew what it keeps."""
     draw = random.Random(seed)
-    module, prepare, read, write = draw.choice(HOLDERS)
+    steps, is_set_in = draw.choice(STEPS), draw.choice(["", "before_pass", "before_step", "after_step"])
+    is_inside = steps is INSIDE
+    module, *codes = draw.choice([each for each in HOLDERS if not (is_inside and each[2] == "read()")])
+    prepare, read, write = map(inside, codes) if is_inside else codes
     value, use, start = draw.choice(VALUES), draw.choice(USES), draw.choice(["0.5", "1.0", "0.0"])
-    is_set_in = draw.choice(["", "before_pass", "before_step", "after_step"])
     is_used_before = use.startswith("x")
     places = dict.fromkeys(["before_pass", "before_step", "after_step"], "pass")
     if is_set_in:
         places[is_set_in] = write.format("report.loss" if is_set_in == "after_step" else start)
+    if is_inside:
+        places |= {each: code.replace("self.", "model.") for each, code in places.items() if "step" in each}
     pass_ = PASS.format(
         use_before=use.format(read) if is_used_before else "",
         use_after="" if is_used_before else use.format(read),
         keep=write.format(value.format(read)),
         **places,
     )
-    steps = draw.choice([LOOP, FUNCTION, STEP, WHOLE])
+    pass_ = indent(pass_, " " * (8 if steps in (LOOP, INSIDE) else 4))
     name = write.partition(" = ")[0]  # a variable of the program, or something else
+    shared = f"nonlocal {name}" if name in ("kept", "read") else "pass"
+    model = (MODEL_INSIDE if is_inside else MODEL).format(prepare=prepare.format(start), pass_=pass_)
+    steps = steps.format(pass_=pass_, shared=shared, call=draw.choice(CALLS), **places)
     code = PROGRAM.format(
         module=module,
-        prepare=prepare.format(start),
+        model=indent(model, "    "),
         num_towers=draw.choice([4, 6]),
         num_rows=draw.choice([13, 18, 24]),
-        steps=indent(
-            steps.format(
-                pass_=indent(pass_, " " * (8 if steps is LOOP else 4)),
-                shared=f"nonlocal {name}" if name in ("kept", "read") else "pass",
-                **places,
-            ),
-            "    ",
-        ),
+        steps=indent(steps, "    "),
     )
     return code, is_set_in == "before_pass"
 
