@@ -197,7 +197,7 @@ def one_value_of_a_large_layer_changed_in_late_passes(job):
 
     def loss(m, b):
         if calls() > 3:
-            m[0].weight.data[33_333, 3] += 1e-3
+            m[0].weight.data.numpy()[33_333, 3] += 1e-3
         return loss_of(m, b)
 
     train(model, job, steps=40, loss=loss, optimizer=torch.optim.SGD(model.parameters(), 1e-4))
