@@ -130,6 +130,20 @@ def test_a_number_of_the_programs_class_that_passes_change_gives_a_warning(tmp_p
     assert len(caught) == 1
 
 
+class Keeping(Trainer):
+    """Keeps the last loss, for the program to look at."""
+
+    def compute_loss(self, model, inputs, **options):
+        self.last = 0.0
+        loss = super().compute_loss(model, inputs, **options)
+        self.last += loss.item()
+        return loss * (1 if self.last > 0 else 2)
+
+
+def test_one_that_each_pass_sets_anew_gives_none(tmp_path):
+    trainer_of(gpt2(), tmp_path, sentences(9), kind=Keeping).train()
+
+
 class InTurns(Trainer):
     """Weighs the losses of successive passes in turn."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -258,7 +259,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _run_all(self, model: nn.Module, turns: Iterator[Tower]) -> None:
         """Run this worker's towers; warn of numbers that a program's class keeps in this object."""
-        self._numbers.start_step()
+        self._numbers.start_step(partial(self.compute_loss, model))
         for tower in turns:
             self._numbers.start_pass(tower._index)
             self._run(model, tower)

@@ -130,10 +130,11 @@ def _carried_on(
     # They may have run in a library's, such as `nn.Sequential`; the model comes first.
     for module in dict.fromkeys([*reversed(others.values()), *modules]):
         flow.run_function(type(module).forward, [Value.of(module)])
+    visited = modules if function is None else [of() for of, _ in places]
     return [
         (of, name)
         for of, name in places
-        if of() not in modules or _is_named_in_library(of(), name, source) or not flow.sets_anew(of(), name)
+        if of() not in visited or _is_named_in_library(of(), name, source) or not flow.sets_anew(of(), name)
     ]
 
 
