@@ -1,13 +1,14 @@
 """What a program's code computes values from, of what a turn finds and changes."""
 
 import ast
+import dataclasses
 import functools
 import io
 import itertools
 import re
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, namedtuple
 from types import SimpleNamespace
 
 import numpy as np
@@ -375,6 +376,10 @@ PUSHED = {"total of meter", "count of meter"}
         (["meter.push(x)"], "state.weigh(meter)", PUSHED),
         (["meter.push(x)"], "other.mean", set()),
         (["meter.reset()", "meter.push(x)"], "meter.mean", set()),
+        (["point = replace(point, a=x)"], "point.a", set()),
+        (["point = replace(point, a=x)"], "point.b", {"point"}),
+        (["pair_of = pair_of._replace(a=x)"], "pair_of.a", set()),
+        (["total += 1", "pair_of = pair_of._replace(a=total)"], "pair_of.a", {"total"}),
         (["meter.reset()", "meter.push(x)"], "meter.last()", set()),
         (["meter.mean = x", "meter.push(x)"], "meter.mean", set()),
         (["new = Meter()", "new.push(x)"], "new.mean", set()),
@@ -432,6 +437,9 @@ def test_objects_and_functions_of_the_program(lines, expression, expected):
         "generated": running(),
         "file": io.StringIO("1\n2\n"),
         "partial": functools.partial,
+        "replace": dataclasses.replace,
+        "point": dataclasses.make_dataclass("Point", ["a", "b"])(1.0, 2.0),
+        "pair_of": namedtuple("Pair", "a b")(1.0, 2.0),
     }
     found = {
         re.sub("of (pair|a of meters|meters|bound)$", "of meter", name)

@@ -49,6 +49,12 @@ _LEFT_OUT = {
 }
 """What does not count in arguments: contents of objects that are no settings, and a batch's slices."""
 
+_OPTIONS: Mapping[str, str] = {
+    "lr": "a learning rate",
+    **{name: f"the option {name}" for name in ("betas", "initial_lr", "momentum", "weight_decay")},
+}
+"""Entries of an optimizer's groups, and what these are, in words."""
+
 _WEIGHTS = ("bias", "weight")
 """Attributes that are parameters, if nothing else is known of them."""
 
@@ -247,10 +253,11 @@ class _Decisions(PassResults):
         )
 
     def _set(self, target: ast.expr, value: Value) -> None:
-        if isinstance(target, ast.Subscript) and self.visit(target.slice).text == "lr":
+        name = self.visit(target.slice).text if isinstance(target, ast.Subscript) else ""
+        if name in _OPTIONS:
             # In a pass, that is an error of its own.
             sources = self._values.data_of(value) - (OWN if self._is_in_pass else NOWHERE) | self._decided_by
-            self._check("a learning rate", sources, target.lineno)
+            self._check(_OPTIONS[name], sources, target.lineno)
         super()._set(target, value)
         if isinstance(target, ast.Name) and not self._running:
             self._note_object(value, self._scope.objects.get(target.id))
@@ -265,8 +272,9 @@ class _Decisions(PassResults):
     ) -> None:
         if method == "update" and not self._is_in_pass:
             parts = [named, *map(self._values.named_in, arguments)]
-            rates = [self._values.data_of(each["lr"]) for each in parts if "lr" in each]
-            self._check("a learning rate", self._decided_by.union(*rates) if rates else NOWHERE, self._line)
+            for name, what in _OPTIONS.items():
+                given = [self._values.data_of(each[name]) for each in parts if name in each]
+                self._check(what, self._decided_by.union(*given) if given else NOWHERE, self._line)
         super()._change(holder, method, arguments, named, sources)
 
     def _note_loss(self, sources: frozenset[Place]) -> None:

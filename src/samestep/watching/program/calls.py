@@ -37,7 +37,7 @@ __all__ = ["NOWHERE", "Calls"]
 NOWHERE = frozenset[Place]()
 
 _CHANGING = {"add", "append", "appendleft", "extend", "insert", "pop", "popitem", "popleft", "update"}
-_EMPTYING = {"clear", "fill", "fill_", "reset", "zero_"}
+_EMPTYING = {"clear", "fill", "reset"}
 _SPECIAL: Mapping[int, str] = {
     id(float): "__float__",
     id(int): "__int__",
@@ -207,7 +207,7 @@ class Calls(ast.NodeVisitor, ABC):
         sources: frozenset[Place],
     ) -> None:
         """Change a container, or a library's object, as a method of this name does."""
-        if method in _EMPTYING:
+        if method in _EMPTYING or method in OVERWRITING:
             self._values.empty(holder)
         if method == "update" and holder.is_dict and self._update(holder, arguments, named):
             return

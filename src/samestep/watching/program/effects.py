@@ -65,8 +65,9 @@ def _is_layer(kind: type) -> bool:
 
 
 def is_setting(kind: type, name: str) -> bool:
-    """Say whether one of torch's own layers is made with a setting of this name."""
-    return _is_layer(kind) and name in positional_names(attribute_of(kind, "__init__"))
+    """Say whether one of torch's own layers is made with a setting of this name, or this is a schedule's."""
+    is_of_layer = _is_layer(kind) and name in positional_names(attribute_of(kind, "__init__"))
+    return is_of_layer or issubclass(kind, LRScheduler)
 
 
 def settings_of(called: Value, arguments: Sequence[Value], named: Mapping[str, Value]) -> Mapping[str, Value]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from abc import ABC
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
+from types import FunctionType
 from typing import TypeAlias
 
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from samestep.watching.program.calls import NOWHERE, Calls
 from samestep.watching.program.code_values import (
     UNKNOWN,
     LocalFunction,
+    Method,
     NewObject,
     Place,
     Scope,
@@ -69,6 +72,22 @@ class Expressions(Calls, ABC):
         """Return a function of the turn's own."""
         scope = Scope(own_names(node), path=self._scope.path, around=self._scope)
         return Value.of(self._values.keep(LocalFunction(node, scope)))
+
+    def _call_object(
+        self, called: Value, arguments: Sequence[Value], named: Mapping[str, Value]
+    ) -> Value | None:
+        match called.object, arguments:
+            case function, [old, *_] if function is dataclasses.replace:
+                return self._replaced(old, named)
+            case Method(function=FunctionType(__name__="_replace"), of=old), _:  # of a named tuple
+                return self._replaced(old, named)
+        return super()._call_object(called, arguments, named)
+
+    def _replaced(self, old: Value, named: Mapping[str, Value]) -> Value:
+        """Return an object that is like an old one, except for some attributes."""
+        made = self._new(kind_of(old), self._values.all_in(old))
+        self._hold(made, named)
+        return made
 
     def visit_BinOp(self, node: ast.BinOp) -> Value:
         """Return what an operator returns, which a class may define."""
