@@ -107,7 +107,7 @@ def written(seed):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("seed", mostly_long(range(400), 12))
+@pytest.mark.parametrize("seed", mostly_long(range(400), 6))
 def test_only_what_is_decided_by_a_workers_own_passes_is_told_of(seed, tmp_path):
     path = tmp_path / f"decision_{seed}.py"
     code, is_shared = written(seed)

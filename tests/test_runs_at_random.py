@@ -284,7 +284,7 @@ class Training(Parts):
 
 
 @pytest.mark.filterwarnings("ignore:.*the checkpoint was saved with")  # a layer thawed in the step after it
-@pytest.mark.parametrize("seed", mostly_long(range(80), 4))
+@pytest.mark.parametrize("seed", mostly_long(range(80), 3))
 def test_the_weights_are_those_of_a_plain_loop_on_any_number_of_workers(seed, tmp_path):
     run = chosen(seed)
 

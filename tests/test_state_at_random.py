@@ -287,7 +287,7 @@ def written(seed):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("seed", mostly_long(range(400), 12))
+@pytest.mark.parametrize("seed", mostly_long(range(400), 6))
 def test_what_passes_carry_on_is_told_of_on_any_number_of_workers(seed, tmp_path):
     path = tmp_path / f"state_{seed}.py"
     code, is_set_anew = written(seed)
