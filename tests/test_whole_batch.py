@@ -1,5 +1,6 @@
 import collections
 import copy
+import gc
 import random
 import weakref
 from contextlib import nullcontext
@@ -682,3 +683,17 @@ def test_a_parameter_in_the_loss_may_have_gradients_of_another_dtype():
     towers.average()
     assert model.scale.grad.dtype == torch.float32
     torch.testing.assert_close(model.scale.grad[0], nn.functional.linear(batch, model.weight).mean())
+
+
+def test_a_step_lets_go_of_its_functions():
+    class Rows:
+        pass
+
+    towers, rows = Towers(nn.Linear(2, 1), 2), Rows()
+    held = weakref.ref(rows)
+    forward = lambda batch, rows=rows: towers.model(batch)  # noqa: E731
+    towers.whole_batch(torch.ones(4, 2), forward, lambda outputs, batch: outputs.square().mean())
+    towers.average()
+    del rows, forward
+    gc.collect()
+    assert held() is None

@@ -61,6 +61,7 @@ class Watch:
         self._optimizers = OptimizerSettings()
         self.flow = FlowWatch()
         self._first: FirstStep | None = None  # in the first step
+        self._function: Callable[[Any], Any] | None = None  # see `start_step`
         self.looks = self.follows = False
 
     def look_at_model(self, fixed: Sequence[NamedBuffer], shared: Sequence[NamedBuffer]) -> None:
@@ -92,7 +93,7 @@ class Watch:
             function: what samestep calls for a pass, if the loop over towers is not the program's.
         """
         self.tensors.start_step(step)
-        self.loss = None
+        self.loss, self._function = None, function
         self._first = FirstStep() if self._reads_source and self._num_workers == 0 else None
         is_first = self._num_workers != num_workers or bool(self._new)
         self._num_workers = num_workers
@@ -111,14 +112,14 @@ class Watch:
         self.outside.start_step()
         if self.looks:
             found = in_reach(_is_looked_for, self._forwards) if self.follows else []
-            self.numbers.start_step(function)
+            self.numbers.start_step()
             self._generators.start_step(found)
             self._optimizers.start_step(found)
             self.outside.note_compiled(found)
         self.flow.beside.clear()
         self.flow.operators.start_step()
         if self.follows:
-            self.flow.start_step(function)
+            self.flow.start_step()
         if compares:
             self.flow.beside.start_step(self._forwards)
 
@@ -211,10 +212,11 @@ class Watch:
     def end_turn(self, who: str) -> None:
         """Check what a tower's whole turn in the loop has changed, in a step that looks."""
         if self.looks:
-            self.numbers.check()
+            self.numbers.check(self._function)
             self._optimizers.check(who)
         if self.follows:
-            self.flow.end_turn(who, has_warned=self.numbers.has_warned or self._generators.has_warned)
+            has_warned = self.numbers.has_warned or self._generators.has_warned
+            self.flow.end_turn(who, self._function, has_warned=has_warned)
 
     def end_step(self, who: str) -> None:
         """Check again after the last backward."""
@@ -222,11 +224,12 @@ class Watch:
         if self._first is not None:
             self._first.end(self._model.parameters())
         if self.looks:
-            self.numbers.check()  # the loop may have ended with a `break`
+            self.numbers.check(self._function)  # the loop may have ended with a `break`
             self._optimizers.start_step(())  # or go on after average(), where settings may change
         if self.follows:
             self.flow.end_step(who)
         self.tensors.end_step(who)
+        self._function = None  # which may refer to a batch
 
 
 def _is_looked_for(value: Any) -> bool:

@@ -259,11 +259,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _run_all(self, model: nn.Module, turns: Iterator[Tower]) -> None:
         """Run this worker's towers; warn of numbers that a program's class keeps in this object."""
-        self._numbers.start_step(partial(self.compute_loss, model))
+        self._numbers.start_step()
         for tower in turns:
             self._numbers.start_pass(tower._index)
             self._run(model, tower)
-            self._numbers.check()
+            self._numbers.check(partial(self.compute_loss, model))
             if self._numbers.has_warned:
                 self.towers._replica.watch.note_explained()
             del tower  # its rows, before those of the next one are read

@@ -49,17 +49,15 @@ class OwnNumbers:
         self._changed: dict[_Place, bool] = {}  # in this step; True if only ever to the tower's index
         self._judged: set[_Place] = set()  # that several passes have changed
         self._reported: set[_Place] = set()  # those of them that a warning has named
-        self._function: Callable[[Any], Any] | None = None
 
     @property
     def has_warned(self) -> bool:
         """Whether there has been a warning of numbers that passes change."""
         return bool(self._reported)
 
-    def start_step(self, function: Callable[[Any], Any] | None = None) -> None:
-        """Forget what the previous step's passes have changed; `function` is as for `Watch.start_step`."""
+    def start_step(self) -> None:
+        """Forget what the previous step's passes have changed."""
         self._changed.clear()
-        self._function = function
 
     def start_pass(self, tower: int) -> None:
         """Note the numbers before a tower's pass."""
@@ -72,11 +70,12 @@ class OwnNumbers:
             self._names[module] = type(module).__name__
             self._before.update(_numbers(module))
 
-    def check(self) -> None:
+    def check(self, function: Callable[[Any], Any] | None = None) -> None:
         """Warn, once for each, of numbers that two passes of a step have changed.
 
         Sizes and numbers that follow the step change only in the first pass; a tower's index is allowed. So
-        is what each pass sets anew, for a log: that which no code of the program reads before.
+        is what each pass sets anew, for a log: that which no code of the program reads before. `function` is
+        as for `Watch.start_step`.
         """
         found, before, self._before = list[_Place](), self._before, {}
         for place, now in self._current().items() if before else ():
@@ -89,7 +88,7 @@ class OwnNumbers:
         if not found:
             return
         self._judged.update(found)
-        carried = _carried_on(found, self._function, list(self._names))
+        carried = _carried_on(found, function, list(self._names))
         self._reported.update(carried)
         if names := [f"{attribute} of {self._names[module()]}" for module, attribute in carried]:
             warn(

@@ -50,9 +50,8 @@ class CarriedNumbers:
         self._harmless: set[Expression] = set()  # those that read nothing that passes carry into the loss
         self.start_step()
 
-    def start_step(self, function: Callable[[Any], Any] | None = None) -> None:
-        """Forget what passes have changed in the step before; `function` is as for `Watch.start_step`."""
-        self._function = function
+    def start_step(self) -> None:
+        """Forget what passes have changed in the step before."""
         self._bits: dict[Expression, int] = {}
         self._called: dict[Expression, CodeType | None] = {}  # the functions that run expressions
         self._changed: set[str] = set()  # names of numbers that passes have changed
@@ -106,6 +105,7 @@ class CarriedNumbers:
         changed: Iterable[str],
         left: Iterable[float],
         functions: Iterable[Named],
+        function: Callable[[Any], Any] | None,
     ) -> bool:
         """Warn of numbers that the pass has used, and computed from what it has found and changed.
 
@@ -114,13 +114,14 @@ class CarriedNumbers:
             changed: the names of those that it has changed.
             left: those that it may leave for the next one.
             functions: what it has run, beside the functions on this thread's stack.
+            function: as for `Watch.start_step`.
 
         Returns:
             whether there was a warning.
         """
         self._changed.update(map(plain_name, changed))
         same = set(map(plain_name, known)) - self._changed
-        code = _Code(partial(self._search, functions=functions), self._function, self._changed, same)
+        code = _Code(partial(self._search, functions=functions), function, self._changed, same)
         # Whole numbers are often equal.
         numbers = [number for number in left if not number.is_integer()]
         found = ((what, self._find(numbers, bits, code)) for what, bits in self._used.items())

@@ -104,12 +104,12 @@ class FlowWatch(TorchDispatchMode):
         """Look at nothing inside compiled code."""
         return True
 
-    def start_step(self, function: Callable[[Any], Any] | None) -> None:
-        """Forget the step before; `function` is as for `Watch.start_step`."""
+    def start_step(self) -> None:
+        """Forget the step before."""
         self.stop()
         self._origins.clear()
         self._draws.clear()
-        self._kept_numbers.start_step(function)
+        self._kept_numbers.start_step()
         self._counts.start_step()
         self._updates.start_step()
 
@@ -263,12 +263,15 @@ class FlowWatch(TorchDispatchMode):
         is_of_rows = count is None or (isinstance(count, Tensor) and self._depends_on_rows(count))
         return self._of_loss.form_of(loss, has_own_count=is_of_rows or self.reads.found)
 
-    def end_turn(self, who: str, *, has_warned: bool) -> None:
-        """Warn if this pass has computed its loss in a different way, unless there was another warning."""
+    def end_turn(self, who: str, function: Callable[[Any], Any] | None = None, *, has_warned: bool) -> None:
+        """Warn if this pass has computed its loss in a different way, unless there was another warning.
+
+        `function` is as for `Watch.start_step`.
+        """
         self.messages.check(who, counts=False)
         has_warned |= self._has_warned
         is_explained = has_warned or self.reads.index or self.operators.is_explained
-        self._kept_numbers.end_turn(is_explained=is_explained)
+        self._kept_numbers.end_turn(function, is_explained=is_explained)
         has_warned |= self._kept_numbers.has_warned or self._counts.has_warned
         self.operators.is_explained |= has_warned
         self.operators.check(who)

@@ -51,12 +51,12 @@ class KeptNumbers:
         self.has_warned = False
         self.start_step()
 
-    def start_step(self, function: Callable[[Any], Any] | None = None) -> None:
-        """Forget the numbers of the step before; `function` is as for `Watch.start_step`."""
+    def start_step(self) -> None:
+        """Forget the numbers of the step before."""
         self._last: dict[tuple[str, int], float] | None = None  # None before the first pass
         self._left: dict[float, _Left] = {}
         self._changed: set[tuple[str, int]] = set()  # by earlier passes of the step
-        self.carried.start_step(function)
+        self.carried.start_step()
         self._is_idle = self.has_read = False
 
     def start_pass(self, functions: Iterable[Named]) -> None:
@@ -66,10 +66,11 @@ class KeptNumbers:
         if self._last is None and not self.has_warned:
             self._last = self._current()
 
-    def end_turn(self, *, is_explained: bool) -> None:
+    def end_turn(self, function: Callable[[Any], Any] | None = None, *, is_explained: bool) -> None:
         """Find the numbers that a tower's turn has left; warn, once, of those that it carries on and uses.
 
         Unless that is explained: by another warning, or by the index of a tower, for which it may be kept.
+        `function` is as for `Watch.start_step`.
         """
         self._left = {}
         if self.has_warned or self._last is None:
@@ -84,7 +85,7 @@ class KeptNumbers:
             # numbers are counted below.
             numbers = (now[key] for key in counted if self._last.get(key))
             known, moved = ({name for name, _ in keys} for keys in (now, changed | new))
-            self.has_warned = self.carried.check(known, moved, numbers, self._functions)
+            self.has_warned = self.carried.check(known, moved, numbers, self._functions, function)
         num_found = Counter(map(id, now.values()))
         for key in counted:
             left = _Left(key[0], HeldNumber(now[key]))
