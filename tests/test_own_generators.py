@@ -55,6 +55,7 @@ def drawing():
     return draw_from_a_closure
 
 
+DRAWN = random.Random(0)
 MIXING, DRAWING, CLOSURE = Mixing(), Drawing(), drawing()
 
 
@@ -105,6 +106,8 @@ def in_a_step(job):
         (partial(train, change=lambda x, _, of=(CLOSURE,): of[0](x)), "generator"),
         (partial(train, change=partial(lambda r, x, _: x * r.random(), random.Random(0))), "change"),
         (partial(train, change=lambda x, _: x, make=lambda: Noisy(4, 2)), "GLOBAL"),
+        (partial(train, change=lambda x, tower: seeds_it_once(x, tower)), "DRAWN"),
+        (partial(train, change=lambda x, tower: seeds_it_too_late(x, tower)), "DRAWN"),
     ],
 )
 def test_a_draw_is_told_once_on_each_worker(program, named, num_workers):
@@ -119,6 +122,33 @@ def seeds_a_generator(x, tower):
     return x * np.random.default_rng(tower.index).random()
 
 
+def seeds_it_for_each_tower(x, tower):
+    DRAWN.seed(tower.index)
+    return x * DRAWN.random()
+
+
+def seeds_numpys(x, tower):
+    MIXING.generator.seed(tower.index)
+    return MIXING(x)
+
+
+def sets_the_state(x, tower):
+    GLOBAL.bit_generator.state = np.random.default_rng(tower.index).bit_generator.state
+    return draw(x)
+
+
+def seeds_it_once(x, tower):
+    if tower.index == 0:
+        DRAWN.seed(0)
+    return x * DRAWN.random()
+
+
+def seeds_it_too_late(x, tower):
+    x = x * DRAWN.random()
+    DRAWN.seed(tower.index)
+    return x * DRAWN.random()
+
+
 def draws_from_the_global_ones(x, tower):
     return x * random.random() * np.random.rand() * torch.rand(())
 
@@ -131,7 +161,10 @@ def draws_what_no_seed_decides(x, tower):
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "change",
-    [seeds_a_generator, draws_from_the_global_ones, draws_what_no_seed_decides],
+    [
+        *(seeds_a_generator, seeds_it_for_each_tower, seeds_numpys, sets_the_state),
+        *(draws_from_the_global_ones, draws_what_no_seed_decides),
+    ],
 )
 def test_other_draws_are_let_through(change):
     digests = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +20,9 @@ from samestep.watching.model.own_generators import OwnGenerators, is_generator
 from samestep.watching.model.own_numbers import OwnNumbers
 from samestep.watching.model.watched_tensors import WatchedTensors
 from samestep.watching.passes.flow import FlowWatch
+from samestep.watching.program.code_flow import CodeFlow
 from samestep.watching.program.reach import in_reach
+from samestep.watching.program.source_code import SourceCode
 
 __all__ = ["Watch"]
 
@@ -193,7 +196,6 @@ class Watch:
             self.modes.check(who)
         if self.looks:
             self.check(who)
-            self._generators.check()
         else:
             self.outside.check(who)
         if self.follows:
@@ -213,6 +215,7 @@ class Watch:
         """Check what a tower's whole turn in the loop has changed, in a step that looks."""
         if self.looks:
             self.numbers.check(self._function)
+            self._generators.check(code=partial(CodeFlow.of_running_loop, SourceCode(), self._function))
             self._optimizers.check(who)
         if self.follows:
             has_warned = self.numbers.has_warned or self._generators.has_warned

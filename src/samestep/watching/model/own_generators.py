@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from samestep.errors import warn
+from samestep.watching.program.code_flow import CodeFlow
 from samestep.watching.program.reach import Named
 
 __all__ = ["OwnGenerators", "is_generator", "state_of"]
@@ -62,12 +63,13 @@ class OwnGenerators:
             if _is_own(value)
         ]
         self._reached: list[Named] = []
+        self._seeded: list[object] = []  # those that each pass seeds before it draws
         self._before: list[object] = []
         self.has_warned = False
 
     def start_step(self, in_reach: Iterable[Named]) -> None:
         """Watch the generators among the objects that this step's passes can reach."""
-        held = {id(value) for _, value in self._held}
+        held = {id(value) for value in (*self._seeded, *(value for _, value in self._held))}
         self._reached = []
         for name, value in () if self.has_warned else in_reach:
             if _is_own(value) and id(value) not in held:
@@ -78,18 +80,35 @@ class OwnGenerators:
         """Note the generators' states before a pass."""
         self._before = self._states()
 
-    def check(self, who: str = "a pass", unit: str = "tower") -> None:
-        """Warn, once, of generators that `who` has drawn from, for one `unit` after the other."""
+    def check(
+        self, who: str = "a pass", unit: str = "tower", code: Callable[[], CodeFlow] | None = None
+    ) -> None:
+        """Warn, once, of generators that `who` has drawn from, for one `unit` after the other.
+
+        `code` returns the code that has run, if it is known: it may have seeded them before it drew.
+        """
         triples = zip([*self._held, *self._reached], self._before, self._states(), strict=True)
-        drawn = [name for (name, _), old, new in triples if new != old]
+        drawn = [named for named, old, new in triples if new != old]
+        if drawn and code is not None:
+            flow = code()
+            self._seeded += [value for _, value in drawn if flow.seeds_first(value)]
+            self._let_go_of_seeded()
+            drawn = [(name, value) for name, value in drawn if not flow.seeds_first(value)]
         if drawn:
+            names = ", ".join(name for name, _ in drawn)
             self._held, self._reached, self._before, self.has_warned = [], [], [], True
             warn(
-                f"{who} drew from {', '.join(drawn)}, a random generator of its own, which continues from "
+                f"{who} drew from {names}, a random generator of its own, which continues from "
                 f"{unit} to {unit} on a worker, so its numbers depend on the number of workers: draw from "
                 f"torch's, random's and np.random's global generators, which are seeded for each {unit}, or "
                 f"seed your own generator for each {unit}"
             )
+
+    def _let_go_of_seeded(self) -> None:
+        seeded = set(map(id, self._seeded))
+        self._held = [each for each in self._held if id(each[1]) not in seeded]
+        self._reached = [each for each in self._reached if id(each[1]) not in seeded]
+        self.note()
 
     def _states(self) -> list[object]:
         return [state_of(value) for _, value in (*self._held, *self._reached)]

@@ -8,7 +8,7 @@ when elements are taken from them.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,8 @@ from samestep.watching.program.syntax import (
 
 __all__ = ["CodeFlow"]
 
+_SEEDING = {"manual_seed", "seed", "set_state", "setstate"}
+
 
 class CodeFlow(Expressions):
     """The values of a turn.
@@ -43,6 +45,8 @@ class CodeFlow(Expressions):
         super().__init__(source)
         self._has_loop = False
         self._losses = NOWHERE  # what they are computed from
+        self._num_branches = 0  # around what is visited
+        self._first_uses: dict[int, str] = {}  # of libraries' objects, by id: a method, or "" for others
 
     @classmethod
     def of_running_loop(cls, source: SourceCode, function: Callable[..., Any] | None = None) -> CodeFlow:
@@ -95,6 +99,10 @@ class CodeFlow(Expressions):
         is_read = any(place in sources for sources in self._found.values())
         return self._has_loop and self._values.is_changed(place) and not is_read
 
+    def seeds_first(self, generator: object) -> bool:
+        """Say whether the turn, in any case, seeds a random generator before it uses it."""
+        return self._first_uses.get(id(generator)) in _SEEDING
+
     def carried_in(self, nodes: Iterable[Computed]) -> set[str] | None:
         """Return the names of what expressions are computed from, and the turn sets; None if not visited."""
         found = [self._found[id(node)] for node in nodes if id(node) in self._found]
@@ -112,6 +120,25 @@ class CodeFlow(Expressions):
             given = [*node.args, *(each.value for each in node.keywords)]
             self._losses = self._losses.union(*(self._found.get(id(each), NOWHERE) for each in given))
         return value
+
+    def _change(
+        self,
+        holder: Value,
+        method: str,
+        arguments: Sequence[Value],
+        named: Mapping[str, Value],
+        sources: frozenset[Place],
+    ) -> None:
+        self._first_uses.setdefault(id(holder.object), "" if self._num_branches else method)
+        for each in (*arguments, *named.values()):
+            self._first_uses.setdefault(id(each.object), "")
+        super()._change(holder, method, arguments, named, sources)
+
+    def _set_attribute(self, holder: Value, name: str, value: Value) -> None:
+        match holder.key, name:
+            case Place(holder=int(generator), name="bit_generator"), "state":
+                self._first_uses.setdefault(generator, "" if self._num_branches else "set_state")
+        super()._set_attribute(holder, name, value)
 
     # ---- statements ----------------------------------------------------------------------------------
 
@@ -218,7 +245,9 @@ class CodeFlow(Expressions):
         filled: frozenset[Place] = NOWHERE,
     ) -> None:
         deciding = self._deciding_in(bodies, deciding)
+        self._num_branches += 1
         self._values.branch([partial(self._run, body) for body in bodies], deciding, filled)
+        self._num_branches -= 1
 
     def _deciding_in(
         self, bodies: Sequence[Sequence[ast.stmt]], sources: frozenset[Place]
