@@ -207,10 +207,13 @@ def test_what_lies_around_is_not_disturbed():
     assert LOADED == []
     generators.note()
     with warnings.catch_warnings():
+        generators.compare()
         generators.check()
     assert rng.getstate() == before
     rng.random()
+    generators.compare()
     with pytest.warns(UserWarning, match="a pass drew from rng,"):
         generators.check()
+    generators.compare()
     generators.check()
     assert len(around) > 10**5

@@ -117,6 +117,7 @@ class Evaluation:
             with keep_globals(job.device), evaluation_mode(model), _Unchanged(model) as kept, torch.no_grad():
                 parts = _merged(self._measured(model, job, kept))
                 must_match = {**self._must_match, **of_weights(kept.hashes)}
+            generators.compare()
             generators.check("an evaluation", "batch")
         except Exception as raised:
             error = raised

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -196,6 +195,7 @@ class Watch:
             self.modes.check(who)
         if self.looks:
             self.check(who)
+            self._generators.compare()
         else:
             self.outside.check(who)
         if self.follows:
@@ -215,7 +215,7 @@ class Watch:
         """Check what a tower's whole turn in the loop has changed, in a step that looks."""
         if self.looks:
             self.numbers.check(self._function)
-            self._generators.check(code=partial(CodeFlow.of_running_loop, SourceCode(), self._function))
+            self._generators.check(code=self._code)
             self._optimizers.check(who)
         if self.follows:
             has_warned = self.numbers.has_warned or self._generators.has_warned
@@ -228,11 +228,15 @@ class Watch:
             self._first.end(self._model.parameters())
         if self.looks:
             self.numbers.check(self._function)  # the loop may have ended with a `break`
+            self._generators.check(code=self._code)
             self._optimizers.start_step(())  # or go on after average(), where settings may change
         if self.follows:
             self.flow.end_step(who)
         self.tensors.end_step(who)
         self._function = None  # which may refer to a batch
+
+    def _code(self) -> CodeFlow:
+        return CodeFlow.of_running_loop(SourceCode(), self._function)
 
 
 def _is_looked_for(value: Any) -> bool:

@@ -65,6 +65,7 @@ class OwnGenerators:
         self._reached: list[Named] = []
         self._seeded: list[object] = []  # those that each pass seeds before it draws
         self._before: list[object] = []
+        self._drawn: list[Named] = []
         self.has_warned = False
 
     def start_step(self, in_reach: Iterable[Named]) -> None:
@@ -80,6 +81,11 @@ class OwnGenerators:
         """Note the generators' states before a pass."""
         self._before = self._states()
 
+    def compare(self) -> None:
+        """Note those that a pass has drawn from, for `check`."""
+        triples = zip([*self._held, *self._reached], self._before, self._states(), strict=True)
+        self._drawn = [named for named, old, new in triples if new != old]
+
     def check(
         self, who: str = "a pass", unit: str = "tower", code: Callable[[], CodeFlow] | None = None
     ) -> None:
@@ -87,8 +93,7 @@ class OwnGenerators:
 
         `code` returns the code that has run, if it is known: it may have seeded them before it drew.
         """
-        triples = zip([*self._held, *self._reached], self._before, self._states(), strict=True)
-        drawn = [named for named, old, new in triples if new != old]
+        drawn, self._drawn = self._drawn, []
         if drawn and code is not None:
             flow = code()
             self._seeded += [value for _, value in drawn if flow.seeds_first(value)]
