@@ -1,6 +1,5 @@
 """What programs decide by, at random: they are told of what passes have kept, and not of what all share."""
 
-import importlib.util
 import random
 import warnings
 from textwrap import indent
@@ -10,6 +9,7 @@ import pytest
 from .cases import mostly_long
 from .simulation import simulate
 from .test_state_at_random import HOLDERS
+from .written_code import imported
 
 VALUES = [
     *("loss.item()", "loss.detach()", "{} + loss.item()", "{} + loss.detach()", "x.mean().item()"),
@@ -109,12 +109,8 @@ def written(seed):
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", mostly_long(range(400), 6))
 def test_only_what_is_decided_by_a_workers_own_passes_is_told_of(seed, tmp_path):
-    path = tmp_path / f"decision_{seed}.py"
     code, is_shared = written(seed)
-    path.write_text(code)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = imported(code, tmp_path / f"decision_{seed}.py")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")

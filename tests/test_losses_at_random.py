@@ -1,6 +1,5 @@
 """Losses at random: there is a warning if, and only if, the gradient depends on the number of towers."""
 
-import importlib.util
 import random
 import warnings
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from torch import nn
 from samestep import Towers
 
 from .cases import mostly_long
+from .written_code import imported
 
 MEANS = [
     "F.cross_entropy(z, y)",
@@ -139,13 +139,10 @@ def gradient_of(loss_of, num_rows, num_towers):
 
 @pytest.mark.parametrize("seed", mostly_long(range(400), 10))
 def test_a_warning_says_whether_the_gradient_depends_on_the_number_of_towers(seed, tmp_path):
-    path = tmp_path / f"loss_{seed}.py"
-    path.write_text(written(seed))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    code = written(seed)
+    module = imported(code, tmp_path / f"loss_{seed}.py")
     num_rows = ROWS[seed % len(ROWS)]
     gradient, told = gradient_of(module.loss_of, num_rows, NUM_TOWERS)
     expected, _ = gradient_of(module.loss_of, num_rows, 1)
     depends = not torch.allclose(gradient, expected, rtol=1e-6, atol=1e-9)
-    assert bool(told) == depends, f"{path.read_text()}\n{told}"
+    assert bool(told) == depends, f"{code}\n{told}"

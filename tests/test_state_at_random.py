@@ -1,6 +1,5 @@
 """Programs whose passes keep something, at random: they are told of it unless each pass sets it anew."""
 
-import importlib.util
 import random
 import re
 import warnings
@@ -10,6 +9,7 @@ import pytest
 
 from .cases import mostly_long
 from .simulation import simulate
+from .written_code import imported
 
 OBJECT = """class Box:
     def __init__(self, value):
@@ -289,12 +289,8 @@ def written(seed):
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", mostly_long(range(400), 6))
 def test_what_passes_carry_on_is_told_of_on_any_number_of_workers(seed, tmp_path):
-    path = tmp_path / f"state_{seed}.py"
     code, is_set_anew = written(seed)
-    path.write_text(code)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = imported(code, tmp_path / f"state_{seed}.py")
     digests = set()
     for num_workers in (1, 2, 3):
         with warnings.catch_warnings(record=True) as told:

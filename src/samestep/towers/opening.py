@@ -30,7 +30,7 @@ class StepOptions:
     flags: Callable[[], int] = int
     must_match: Mapping[str, Any] | None = None
     division: Division | None = None  # which worker gets which averages; None: every worker gets all
-    function: Callable[[Any], Any] | None = None  # of a tower's batch: a pass, if no loop of the program's is
+    pass_function: Callable[[Any], Any] | None = None  # of a tower's batch; None if the program has the loop
 
     def __post_init__(self) -> None:
         check_kind("must_match", self.must_match, (Mapping, NoneType), "a mapping from names to values")
@@ -71,7 +71,7 @@ class Opening:
             plan = self._agree_on(plan, kind, self.exchange, error)
         self.plan = plan
         watch = self._replica.watch
-        watch.start_step(step, self._job.world_size, options.function)
+        watch.start_step(step, self._job.world_size, options.pass_function)
         rest = MustMatch(self._settings(options), watch, compared, local.rows, local.fingerprint)
         exchange = Exchange(self._job, plan, numbers, rest=rest, flags=options.flags, pass_ns=pass_ns)
         return StepRun(step, self._replica.settings.seed, local, self._replica, exchange, options.scaler)

@@ -132,8 +132,11 @@ class Step:
         sharded = None if keep_gradients else self._sharded
         # A scaler reads all averages, and so may hooks on the optimizer's step.
         division = None if sharded is None or self.scaler is not None else sharded._division_now()
+        pass_function = partial(self.loss_fn if self.forward is None else self.forward, self.towers.model)
         try:
-            report = self._average(batch, StepOptions(self.scaler, flags, self._must_match, division))
+            report = self._average(
+                batch, StepOptions(self.scaler, flags, self._must_match, division, pass_function)
+            )
         except BaseException:
             # So that the other workers do not wait. An error raised here would hide the original one.
             with contextlib.suppress(Error):
@@ -157,7 +160,6 @@ class Step:
     def _average(self, batch: Any, options: StepOptions) -> Report:
         towers = self.towers
         if self.forward is None:
-            options = replace(options, function=partial(self.loss_fn, towers.model))
             turns = towers._loop(batch, self.counts, options)
             check_optimizer(self.optimizer, towers._replica.parameters)
             for tower in turns:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from types import NoneType
 from typing import Any, Literal, NoReturn
@@ -392,11 +391,11 @@ class Towers:
         """
         check_callable("forward", forward, "a function of a tower's batch")
         check_callable("loss", loss, "a function of all outputs and the batch")
-        self._run_whole_batch(batch, forward, loss, StepOptions(scaler, flags, must_match))
+        options = StepOptions(scaler, flags, must_match, pass_function=forward)
+        self._run_whole_batch(batch, forward, loss, options)
 
     def _run_whole_batch(self, batch: Any, forward: Forward, loss: WholeLoss, options: StepOptions) -> None:
         """Run a step whose loss is not a sum over rows; see `whole_batch`."""
-        options = replace(options, function=forward)
         self._run = run = self._begin(batch, options, is_whole_batch=True)
         with self._ending_on_error(run):
             run_whole_batch(run, self._root, batch, forward, loss, compares_loss=self._bits_must_match)

@@ -21,6 +21,7 @@ from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_values import (
     MISSING,
     UNKNOWN,
+    MethodCall,
     NewObject,
     Place,
     Scope,
@@ -262,20 +263,13 @@ class _Decisions(PassResults):
         if isinstance(target, ast.Name) and not self._running:
             self._note_object(value, self._scope.objects.get(target.id))
 
-    def _change(
-        self,
-        holder: Value,
-        method: str,
-        arguments: Sequence[Value],
-        named: Mapping[str, Value],
-        sources: frozenset[Place],
-    ) -> None:
-        if method == "update" and not self._is_in_pass:
-            parts = [named, *map(self._values.named_in, arguments)]
+    def _change(self, call: MethodCall) -> None:
+        if call.method == "update" and not self._is_in_pass:
+            parts = [call.named, *map(self._values.named_in, call.arguments)]
             for name, what in _OPTIONS.items():
                 given = [self._values.data_of(each[name]) for each in parts if name in each]
                 self._check(what, self._decided_by.union(*given) if given else NOWHERE, self._line)
-        super()._change(holder, method, arguments, named, sources)
+        super()._change(call)
 
     def _note_loss(self, sources: frozenset[Place]) -> None:
         if LEFT in sources:

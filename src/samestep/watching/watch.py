@@ -63,7 +63,7 @@ class Watch:
         self._optimizers = OptimizerSettings()
         self.flow = FlowWatch()
         self._first: FirstStep | None = None  # in the first step
-        self._function: Callable[[Any], Any] | None = None  # see `start_step`
+        self._pass_function: Callable[[Any], Any] | None = None  # see `start_step`
         self.looks = self.follows = False
 
     def look_at_model(self, fixed: Sequence[NamedBuffer], shared: Sequence[NamedBuffer]) -> None:
@@ -86,16 +86,18 @@ class Watch:
         trained = {id(parameter) for parameter in self._model.parameters() if parameter.requires_grad}
         self._new = (trained | {buffer.name for buffer in shared}) - self._known
 
-    def start_step(self, step: int, num_workers: int, function: Callable[[Any], Any] | None = None) -> None:
+    def start_step(
+        self, step: int, num_workers: int, pass_function: Callable[[Any], Any] | None = None
+    ) -> None:
         """Start to watch a step, after `note` and before its first pass.
 
         Args:
             step: its number.
             num_workers: those that take it.
-            function: what samestep calls for a pass, if the loop over towers is not the program's.
+            pass_function: what samestep calls for a pass, if the loop over towers is not the program's.
         """
         self.tensors.start_step(step)
-        self.loss, self._function = None, function
+        self.loss, self._pass_function = None, pass_function
         self._first = FirstStep() if self._reads_source and self._num_workers == 0 else None
         is_first = self._num_workers != num_workers or bool(self._new)
         self._num_workers = num_workers
@@ -214,12 +216,12 @@ class Watch:
     def end_turn(self, who: str) -> None:
         """Check what a tower's whole turn in the loop has changed, in a step that looks."""
         if self.looks:
-            self.numbers.check(self._function)
+            self.numbers.check(self._pass_function)
             self._generators.check(code=self._code)
             self._optimizers.check(who)
         if self.follows:
             has_warned = self.numbers.has_warned or self._generators.has_warned
-            self.flow.end_turn(who, self._function, has_warned=has_warned)
+            self.flow.end_turn(who, self._pass_function, has_warned=has_warned)
 
     def end_step(self, who: str) -> None:
         """Check again after the last backward."""
@@ -227,16 +229,16 @@ class Watch:
         if self._first is not None:
             self._first.end(self._model.parameters())
         if self.looks:
-            self.numbers.check(self._function)  # the loop may have ended with a `break`
+            self.numbers.check(self._pass_function)  # the loop may have ended with a `break`
             self._generators.check(code=self._code)
             self._optimizers.start_step(())  # or go on after average(), where settings may change
         if self.follows:
             self.flow.end_step(who)
         self.tensors.end_step(who)
-        self._function = None  # which may refer to a batch
+        self._pass_function = None  # which may refer to a batch
 
     def _code(self) -> CodeFlow:
-        return CodeFlow.of_running_loop(SourceCode(), self._function)
+        return CodeFlow.of_running_loop(SourceCode(), self._pass_function)
 
 
 def _is_looked_for(value: Any) -> bool:

@@ -70,7 +70,7 @@ class OwnGenerators:
 
     def start_step(self, in_reach: Iterable[Named]) -> None:
         """Watch the generators among the objects that this step's passes can reach."""
-        held = {id(value) for value in (*self._seeded, *(value for _, value in self._held))}
+        held = {id(value) for _, value in self._held}
         self._reached = []
         for name, value in () if self.has_warned else in_reach:
             if _is_own(value) and id(value) not in held:
@@ -84,7 +84,7 @@ class OwnGenerators:
     def compare(self) -> None:
         """Note those that a pass has drawn from, for `check`."""
         triples = zip([*self._held, *self._reached], self._before, self._states(), strict=True)
-        self._drawn = [named for named, old, new in triples if new != old]
+        self._drawn = [named for named, old, new in triples if new != old and not self._is_seeded(named[1])]
 
     def check(
         self, who: str = "a pass", unit: str = "tower", code: Callable[[], CodeFlow] | None = None
@@ -97,8 +97,7 @@ class OwnGenerators:
         if drawn and code is not None:
             flow = code()
             self._seeded += [value for _, value in drawn if flow.seeds_first(value)]
-            self._let_go_of_seeded()
-            drawn = [(name, value) for name, value in drawn if not flow.seeds_first(value)]
+            drawn = [each for each in drawn if not self._is_seeded(each[1])]
         if drawn:
             names = ", ".join(name for name, _ in drawn)
             self._held, self._reached, self._before, self.has_warned = [], [], [], True
@@ -109,11 +108,8 @@ class OwnGenerators:
                 f"seed your own generator for each {unit}"
             )
 
-    def _let_go_of_seeded(self) -> None:
-        seeded = set(map(id, self._seeded))
-        self._held = [each for each in self._held if id(each[1]) not in seeded]
-        self._reached = [each for each in self._reached if id(each[1]) not in seeded]
-        self.note()
+    def _is_seeded(self, value: object) -> bool:
+        return any(value is each for each in self._seeded)
 
     def _states(self) -> list[object]:
         return [state_of(value) for _, value in (*self._held, *self._reached)]

@@ -70,12 +70,12 @@ class OwnNumbers:
             self._names[module] = type(module).__name__
             self._before.update(_numbers(module))
 
-    def check(self, function: Callable[[Any], Any] | None = None) -> None:
+    def check(self, pass_function: Callable[[Any], Any] | None = None) -> None:
         """Warn, once for each, of numbers that two passes of a step have changed.
 
         Sizes and numbers that follow the step change only in the first pass; a tower's index is allowed. So
-        is what each pass sets anew, for a log: that which no code of the program reads before. `function` is
-        as for `Watch.start_step`.
+        is what each pass sets anew, for a log: that which no code of the program reads before.
+        `pass_function` is as for `Watch.start_step`.
         """
         found, before, self._before = list[_Place](), self._before, {}
         for place, now in self._current().items() if before else ():
@@ -88,7 +88,7 @@ class OwnNumbers:
         if not found:
             return
         self._judged.update(found)
-        carried = _carried_on(found, function, list(self._names))
+        carried = _carried_on(found, pass_function, list(self._names))
         self._reported.update(carried)
         if names := [f"{attribute} of {self._names[module()]}" for module, attribute in carried]:
             warn(
@@ -113,23 +113,23 @@ class OwnNumbers:
 
 
 def _carried_on(
-    places: Sequence[_Place], function: Callable[[Any], Any] | None, known: Sequence[Any]
+    places: Sequence[_Place], pass_function: Callable[[Any], Any] | None, known: Sequence[Any]
 ) -> Sequence[_Place]:
     """Return those that a pass may read before it sets them, as far as the program's code shows.
 
     Args:
         places: the numbers.
-        function: as for `Watch.start_step`.
+        pass_function: as for `Watch.start_step`.
         known: all objects that are watched, such as a module whose forward sets a number of another one.
     """
     source = SourceCode()
-    flow = CodeFlow.of_running_loop(source, function)
+    flow = CodeFlow.of_running_loop(source, pass_function)
     modules = [module for module in dict.fromkeys(of() for of, _ in places) if isinstance(module, nn.Module)]
     others = {type(each): each for each in reversed(known) if isinstance(each, nn.Module)}
     # They may have run in a library's, such as `nn.Sequential`; the model comes first.
     for module in dict.fromkeys([*reversed(others.values()), *modules]):
         flow.run_function(type(module).forward, [Value.of(module)])
-    visited = modules if function is None else [of() for of, _ in places]
+    visited = modules if pass_function is None else [of() for of, _ in places]
     return [
         (of, name)
         for of, name in places

@@ -105,7 +105,7 @@ class CarriedNumbers:
         changed: Iterable[str],
         left: Iterable[float],
         functions: Iterable[Named],
-        function: Callable[[Any], Any] | None,
+        pass_function: Callable[[Any], Any] | None,
     ) -> bool:
         """Warn of numbers that the pass has used, and computed from what it has found and changed.
 
@@ -114,14 +114,14 @@ class CarriedNumbers:
             changed: the names of those that it has changed.
             left: those that it may leave for the next one.
             functions: what it has run, beside the functions on this thread's stack.
-            function: as for `Watch.start_step`.
+            pass_function: as for `Watch.start_step`.
 
         Returns:
             whether there was a warning.
         """
         self._changed.update(map(plain_name, changed))
         same = set(map(plain_name, known)) - self._changed
-        code = _Code(partial(self._search, functions=functions), function, self._changed, same)
+        code = _Code(partial(self._search, functions=functions), pass_function, self._changed, same)
         # Whole numbers are often equal.
         numbers = [number for number in left if not number.is_integer()]
         found = ((what, self._find(numbers, bits, code)) for what, bits in self._used.items())
@@ -164,7 +164,7 @@ class _Code:
 
     Args:
         search: `in_reach`, for what it may run.
-        function: the pass, if the loop over towers is not the program's.
+        pass_function: the pass, if the loop over towers is not the program's.
         changed: the names of numbers that passes have changed.
         same: those of others.
     """
@@ -172,18 +172,18 @@ class _Code:
     def __init__(
         self,
         search: Callable[[Callable[[Any], bool]], list[Named]],
-        function: Callable[[Any], Any] | None,
+        pass_function: Callable[[Any], Any] | None,
         changed: Iterable[str],
         same: set[str],
     ) -> None:
-        self._search, self._function = search, function
+        self._search, self._pass_function = search, pass_function
         self._same = same | ({_first(name) for name in same} - {_first(name) for name in changed})
         self._source = SourceCode()
         self._run: set[CodeType] = set()
 
     @cached_property
     def _turn(self) -> CodeFlow:
-        return CodeFlow.of_running_loop(self._source, self._function)
+        return CodeFlow.of_running_loop(self._source, self._pass_function)
 
     def carried_in(self, expression: Expression, called: CodeType | None) -> set[str]:
         """Return the names of what an expression is computed from, and the turn has found and changed.

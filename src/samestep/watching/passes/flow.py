@@ -263,15 +263,17 @@ class FlowWatch(TorchDispatchMode):
         is_of_rows = count is None or (isinstance(count, Tensor) and self._depends_on_rows(count))
         return self._of_loss.form_of(loss, has_own_count=is_of_rows or self.reads.found)
 
-    def end_turn(self, who: str, function: Callable[[Any], Any] | None = None, *, has_warned: bool) -> None:
+    def end_turn(
+        self, who: str, pass_function: Callable[[Any], Any] | None = None, *, has_warned: bool
+    ) -> None:
         """Warn if this pass has computed its loss in a different way, unless there was another warning.
 
-        `function` is as for `Watch.start_step`.
+        `pass_function` is as for `Watch.start_step`.
         """
         self.messages.check(who, counts=False)
         has_warned |= self._has_warned
         is_explained = has_warned or self.reads.index or self.operators.is_explained
-        self._kept_numbers.end_turn(function, is_explained=is_explained)
+        self._kept_numbers.end_turn(pass_function, is_explained=is_explained)
         has_warned |= self._kept_numbers.has_warned or self._counts.has_warned
         self.operators.is_explained |= has_warned
         self.operators.check(who)

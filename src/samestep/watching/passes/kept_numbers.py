@@ -66,11 +66,11 @@ class KeptNumbers:
         if self._last is None and not self.has_warned:
             self._last = self._current()
 
-    def end_turn(self, function: Callable[[Any], Any] | None = None, *, is_explained: bool) -> None:
+    def end_turn(self, pass_function: Callable[[Any], Any] | None = None, *, is_explained: bool) -> None:
         """Find the numbers that a tower's turn has left; warn, once, of those that it carries on and uses.
 
         Unless that is explained: by another warning, or by the index of a tower, for which it may be kept.
-        `function` is as for `Watch.start_step`.
+        `pass_function` is as for `Watch.start_step`.
         """
         self._left = {}
         if self.has_warned or self._last is None:
@@ -85,7 +85,7 @@ class KeptNumbers:
             # numbers are counted below.
             numbers = (now[key] for key in counted if self._last.get(key))
             known, moved = ({name for name, _ in keys} for keys in (now, changed | new))
-            self.has_warned = self.carried.check(known, moved, numbers, self._functions, function)
+            self.has_warned = self.carried.check(known, moved, numbers, self._functions, pass_function)
         num_found = Counter(map(id, now.values()))
         for key in counted:
             left = _Left(key[0], HeldNumber(now[key]))

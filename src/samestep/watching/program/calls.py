@@ -18,6 +18,7 @@ from samestep.watching.program.code_values import (
     UNKNOWN,
     LocalFunction,
     Method,
+    MethodCall,
     NewObject,
     Parent,
     Place,
@@ -178,7 +179,7 @@ class Calls(ast.NodeVisitor, ABC):
         if method == "get" and holder.is_container and arguments and arguments[0].text:
             return self._entry(holder, node.args[0]).computed_from(*map(self._values.data_of, arguments))
         sources = called.sources | (given := self._data_of_call([*arguments, *named.values()]))
-        self._change(holder, method, arguments, named, sources)
+        self._change(MethodCall(holder, method, arguments, named, sources))
         returned_of = self._returned_of(called, sources | self._advance(holder))
         if not is_in_place(method):
             return Value(returned_of)
@@ -198,21 +199,15 @@ class Calls(ast.NodeVisitor, ABC):
         """Return what a library's function computes its result from: its arguments and its object."""
         return sources
 
-    def _change(
-        self,
-        holder: Value,
-        method: str,
-        arguments: Sequence[Value],
-        named: Mapping[str, Value],
-        sources: frozenset[Place],
-    ) -> None:
+    def _change(self, call: MethodCall) -> None:
         """Change a container, or a library's object, as a method of this name does."""
+        holder, method, arguments = call[:3]
         if method in _EMPTYING or method in OVERWRITING:
             self._values.empty(holder)
-        if method == "update" and holder.is_dict and self._update(holder, arguments, named):
+        if method == "update" and holder.is_dict and self._update(holder, arguments, call.named):
             return
         if method in _CHANGING:
-            self._values.fill(holder, sources, is_change=True)
+            self._values.fill(holder, call.sources, is_change=True)
         if method == "append" and len(arguments) == 1:
             self._values.set_last(holder, arguments[0])
 

@@ -8,12 +8,12 @@ when elements are taken from them.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from samestep.watching.program.calls import NOWHERE
-from samestep.watching.program.code_values import Place, Scope, Value, is_of_samestep
+from samestep.watching.program.code_values import MethodCall, Place, Scope, Value, is_of_samestep
 from samestep.watching.program.expressions import Expressions
 from samestep.watching.program.place_values import ENTRIES, numbered
 from samestep.watching.program.program_line import frames_of_program, has_resumed
@@ -121,18 +121,11 @@ class CodeFlow(Expressions):
             self._losses = self._losses.union(*(self._found.get(id(each), NOWHERE) for each in given))
         return value
 
-    def _change(
-        self,
-        holder: Value,
-        method: str,
-        arguments: Sequence[Value],
-        named: Mapping[str, Value],
-        sources: frozenset[Place],
-    ) -> None:
-        self._first_uses.setdefault(id(holder.object), "" if self._num_branches else method)
-        for each in (*arguments, *named.values()):
+    def _change(self, call: MethodCall) -> None:
+        self._first_uses.setdefault(id(call.holder.object), "" if self._num_branches else call.method)
+        for each in call.given:
             self._first_uses.setdefault(id(each.object), "")
-        super()._change(holder, method, arguments, named, sources)
+        super()._change(call)
 
     def _set_attribute(self, holder: Value, name: str, value: Value) -> None:
         match holder.key, name:
@@ -168,7 +161,7 @@ class CodeFlow(Expressions):
             if new.key is None or new.key != old.key:
                 self._set(node.target, new)
         elif old.is_known and old.is_container:
-            self._change(old, "extend", [other], {}, sources)
+            self._change(MethodCall(old, "extend", [other], {}, sources))
         else:
             self._set(node.target, Value(sources))
 

@@ -22,6 +22,7 @@ __all__ = [
     "UNKNOWN",
     "LocalFunction",
     "Method",
+    "MethodCall",
     "NewObject",
     "Parent",
     "Place",
@@ -205,6 +206,29 @@ class Method:
 
     function: FunctionType
     of: Value
+
+
+class MethodCall(NamedTuple):
+    """A call of a method of a container, or of a library's object.
+
+    Attributes:
+        holder: the object.
+        method: the name of the method.
+        arguments: what it gets, by position.
+        named: what it gets by name; "" for others.
+        sources: what these and the method are computed from.
+    """
+
+    holder: Value
+    method: str
+    arguments: Sequence[Value]
+    named: Mapping[str, Value]
+    sources: frozenset[Place]
+
+    @property
+    def given(self) -> tuple[Value, ...]:
+        """All that it gets."""
+        return (*self.arguments, *self.named.values())
 
 
 @dataclass(frozen=True, eq=False)

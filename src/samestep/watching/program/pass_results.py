@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_values import (
     Method,
+    MethodCall,
     NewObject,
     Place,
     Scope,
@@ -206,14 +207,8 @@ class PassResults(WorkerValues):
         if isinstance(target, ast.Subscript):
             self._note_entry(target)
 
-    def _change(
-        self,
-        holder: Value,
-        method: str,
-        arguments: Sequence[Value],
-        named: Mapping[str, Value],
-        sources: frozenset[Place],
-    ) -> None:
+    def _change(self, call: MethodCall) -> None:
+        holder, method, arguments, named, sources = call
         sources |= self._left_by(sources)
         is_written = is_in_place(method)
         if self._is_in_pass and holder.key in self._buffers and (is_written or method == "extend"):
@@ -221,7 +216,7 @@ class PassResults(WorkerValues):
         is_advanced = is_written and method not in OVERWRITING and isinstance(holder.object, NewObject)
         if self._is_in_pass and (method in _COUNTING or is_advanced):
             sources |= _COUNT
-        super()._change(holder, method, arguments, named, sources)
+        super()._change(call._replace(sources=sources))
         own = (sources | self._values.deciding) & _ALL
         kind = kind_of(holder)
         has_names = any(each.is_dict and self._values.named_in(each) for each in arguments)
