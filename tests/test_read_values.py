@@ -153,6 +153,16 @@ class ForTheLog(Reading):
         return loss
 
 
+class NotRun(Reading):
+    """Code that would carry it on does not run."""
+
+    carries = False
+
+    def keep(self, value):
+        if self.carries:
+            self.kept = value
+
+
 class Anew(Reading):
     def weighted(self, loss, x):
         self.kept = torch.ones(())
@@ -208,7 +218,9 @@ class UntilItConverges(Cached):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", WORKERS)
-@pytest.mark.parametrize("program", [ForTheLog, Anew, ByTower, Cached, OfAParameter, UntilItConverges])
+@pytest.mark.parametrize(
+    "program", [ForTheLog, NotRun, Anew, ByTower, Cached, OfAParameter, UntilItConverges]
+)
 def test_other_values_are_not(program, num_workers):
     assert warnings_of(program, num_workers)[0] == []
     assert len({digest for workers in (1, 2, 3) for digest in warnings_of(program, workers)[1]}) == 1

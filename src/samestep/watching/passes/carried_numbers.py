@@ -55,6 +55,7 @@ class CarriedNumbers:
         self._bits: dict[Expression, int] = {}
         self._called: dict[Expression, CodeType | None] = {}  # the functions that run expressions
         self._changed: set[str] = set()  # names of numbers that passes have changed
+        self._values: dict[Expression, Any] = {}  # that expressions have read first
         self.start_pass()
 
     def start_pass(self) -> None:
@@ -64,12 +65,16 @@ class CarriedNumbers:
         self._used: dict[str, int] = {}
         self._read: dict[Expression, CodeType | None] = {}  # and the functions that run them
 
-    def note_read(self) -> None:
-        """Note an expression that reads, in Python, a tensor that another tower's pass may have left."""
+    def note_read(self, value: Any, *, is_left: bool) -> None:
+        """Note that an expression reads, in Python, the value of a tensor that is not of this tower's rows.
+
+        It counts if another pass has left it (`is_left`), or it is another value than before in this step.
+        """
         expression = Expression.current()
-        if expression is None or expression in self._harmless or len(self._read) == MOST_EXPRESSIONS:
+        if expression is None or expression in self._harmless or len(self._values) == MOST_EXPRESSIONS:
             return
-        if expression not in self._read:
+        is_other = self._values.setdefault(expression, value) != value
+        if (is_left or is_other) and expression not in self._read:
             self._read[expression] = code_that_we_call()
 
     def take(self, numbers: Collection[float]) -> int:

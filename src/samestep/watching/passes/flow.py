@@ -334,7 +334,7 @@ class FlowWatch(TorchDispatchMode):
         towers = drawn.towers | own * kind.is_random
         origin = self._join(func, taken, drawn._replace(towers=towers, beside=beside))
         if func is aten._local_scalar_dense.default and storage_of(given[0]) not in self._shared:
-            self._kept_numbers.note_read(origin.towers, own)
+            self._kept_numbers.note_read(result, origin.towers, own)
         is_average = not call.overwrites and any(storage_of(tensor) in self._shared for tensor in taken)
         for tensor in written:
             of_this = origin

@@ -98,11 +98,11 @@ class KeptNumbers:
     def _current(self) -> dict[tuple[str, int], float]:
         return dict(_numbered(self._search(is_number, self._functions)))
 
-    def note_read(self, towers: int, own: int) -> None:
-        """Note that the pass has read, in Python, a tensor that depends on these towers, as bits."""
+    def note_read(self, value: Any, towers: int, own: int) -> None:
+        """Note that the pass has read, in Python, the value of a tensor of these towers, as bits."""
         self.has_read |= bool(towers & own)
         if towers != own and not self.has_warned:
-            self.carried.note_read()
+            self.carried.note_read(value, is_left=bool(towers & ~own))
 
     def take(self, func: Any, arguments: Collection[Any]) -> int:
         """Return the bits of numbers that an operator takes; `LEFT_NUMBER` if the pass before left one."""
