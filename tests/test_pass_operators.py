@@ -27,7 +27,9 @@ from .test_flow import Program
 ANOTHER_WAY = "its loss was computed in another way than that of tower "
 
 
+@functools.cache
 def warnings_of(program, num_workers):
+    """Return the warnings of a program, which is run once, and the digests that its workers end with."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         outcomes = simulate(program, num_workers)
