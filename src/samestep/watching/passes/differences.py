@@ -35,16 +35,16 @@ def compare_workers(flow: FlowWatch, transport: Transport, where: str, *, bits_m
     """Raise on all workers if what losses depend on beside the model differs between them.
 
     If no worker runs several towers, it may be what each tower has for itself: then warn, once; also if
-    workers compute their losses in different ways, unless their bits may differ.
+    workers compute their losses or gradients in different ways, unless their bits may differ.
 
     Raises:
         DisagreementError: names the value and two workers.
     """
-    own = flow.beside.found(), flow.operators.losses if bits_must_match else {}
-    found, losses = zip(*gather_objects(transport, own, f"{where}, comparison"), strict=True)
+    own = flow.beside.found(), flow.operators.outcomes if bits_must_match else {}
+    found, outcomes = zip(*gather_objects(transport, own, f"{where}, comparison"), strict=True)
     difference = find_difference(found)
     if difference is None:
-        flow.operators.check_workers(where, losses)
+        flow.operators.check_workers(where, outcomes)
         return
     message = (
         f"{where}: losses depend on {difference}; each worker may have computed it from its own towers after "

@@ -25,7 +25,7 @@ from samestep.watching.operators.values import checksum_of_value, is_readable
 from samestep.watching.passes.reads import Reads
 from samestep.watching.program.program_line import ProgramLine
 
-__all__ = ["Losses", "PassOperators"]
+__all__ = ["Outcomes", "PassOperators"]
 
 _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _MASKS = {torch.bool, torch.uint8}
@@ -34,7 +34,12 @@ _ALIKE = (
     "both have rows of the same shapes, and both passes had read the same values of tensors in Python, and "
     "neither tower.index nor random numbers of the tower's own seed"
 )
-_MOST_KINDS = 16  # of losses that are kept in a step
+_THAT = {"loss": "that", "gradients": "those"}
+_IN_ANOTHER_WAY = {
+    "loss": "loss was computed in another way than that",
+    "gradients": "gradients were computed in another way than those",
+}
+_MOST_KINDS = 16  # of outcomes that are kept in a step
 _PLAIN = (int, float, str, type(None), torch.dtype)
 
 
@@ -45,26 +50,27 @@ class _Operator(NamedTuple):
     text: str
 
 
-class Loss(NamedTuple):
-    """A pass's loss: the number of its result, and the operators of the pass by results, in order."""
+class Outcome(NamedTuple):
+    """A pass's loss, or its gradients: the number of the result, and the pass's operators by results."""
 
+    what: str  # "loss", or "gradients": the same for all of a pass together
     tower: int
     number: int
-    operators: Mapping[int, _Operator]
+    operators: Mapping[int, _Operator]  # in order
 
-    def first_unlike(self, other: Loss) -> str:
-        """Return the first operator that only one of two losses depends on: this one, or the other."""
+    def first_unlike(self, other: Outcome) -> str:
+        """Return the first operator that only one of the two depends on: this one, or the other."""
         own, others = self._texts_unlike(other), other._texts_unlike(self)
         # What follows an operator that only one of them has is different in both, with the same text.
         new = [text for text in own if text not in others] or [text for text in others if text not in own]
         return (new or own or others)[0]
 
-    def _texts_unlike(self, other: Loss) -> list[str]:
+    def _texts_unlike(self, other: Outcome) -> list[str]:
         new = self._needed() - other._needed()
         return [operator.text for number, operator in self.operators.items() if number in new]
 
     def _needed(self) -> set[int]:
-        """Return the numbers of all results that the loss depends on, and its own."""
+        """Return the numbers of all results that this one depends on, and its own."""
         found, open_ = set[int](), [self.number]
         while open_:
             number = open_.pop()
@@ -74,9 +80,9 @@ class Loss(NamedTuple):
         return found
 
 
-Losses: TypeAlias = Mapping[tuple[Any, ...], Loss]
-"""A worker's losses by kind: the shapes and dtypes of a tower's rows, a hash of the values that the pass has
-read, and the place among several losses."""
+Outcomes: TypeAlias = Mapping[tuple[Any, ...], Outcome]
+"""A worker's losses and gradients by kind: the shapes and dtypes of a tower's rows, a hash of the values that
+the pass has read, and the place among several losses, or "gradients"."""
 
 
 class PassOperators:
@@ -87,7 +93,7 @@ class PassOperators:
     Once a pass has read what may differ, and what is not known, the rest of it is not followed.
 
     Attributes:
-        losses: of the step's passes, the first of each kind.
+        outcomes: of the step's passes, the first of each kind.
         has_warned: whether there has been a warning.
         is_explained: whether another check has warned of what may be the cause of differences.
     """
@@ -99,9 +105,8 @@ class PassOperators:
 
     def start_step(self) -> None:
         """Forget the step before."""
-        self.losses: dict[tuple[Any, ...], Loss] = {}
-        self._gradients: dict[tuple[Any, ...], Loss] = {}  # the same for all gradients of a pass together
-        self._pair: tuple[Loss, Loss] | None = None
+        self.outcomes: dict[tuple[Any, ...], Outcome] = {}
+        self._pair: tuple[Outcome, Outcome] | None = None
 
     def start_pass(self, tower: int, rows: Sequence[Tensor], shared: Iterable[Tensor]) -> None:
         """Begin a tower's pass. `shared` are the model's parameters and buffers."""
@@ -214,10 +219,10 @@ class PassOperators:
             return
         for index, tensor in enumerate(each for each in losses if isinstance(each, Tensor)):
             if (storage := storage_of(tensor)) in self._results:
-                own = Loss(self._tower, self._results[storage][0], self._operators)
+                own = Outcome("loss", self._tower, self._results[storage][0], self._operators)
                 # Values that were read after the newest loss, such as `loss.item()`, had no part in it.
                 values = self._values_before if own.number in self._newest else self._values_read
-                self._compare(own, self.losses, (self._kind, values, index))
+                self._compare(own, (self._kind, values, index))
 
     def note_gradients(self, gradients: Iterable[Tensor]) -> None:
         """Note the gradients that the pass's backward has left."""
@@ -226,40 +231,38 @@ class PassOperators:
         found = [self._results[each][0] for each in map(storage_of, gradients) if each in self._results]
         number = zlib.crc32(repr(found).encode())
         self._operators[number] = _Operator(found, "the gradients")
-        own = Loss(self._tower, number, self._operators)
-        self._compare(own, self._gradients, (self._kind, self._values_read))
+        own = Outcome("gradients", self._tower, number, self._operators)
+        self._compare(own, (self._kind, self._values_read, own.what))
 
-    def _compare(self, own: Loss, losses: dict[tuple[Any, ...], Loss], kind: tuple[Any, ...]) -> None:
-        """Compare the pass's loss with the first one of its kind, or keep it if it is the first."""
-        first = losses.get(kind, own)
+    def _compare(self, own: Outcome, kind: tuple[Any, ...]) -> None:
+        """Compare the pass's outcome with the first one of its kind, or keep it if it is the first."""
+        first = self.outcomes.get(kind, own)
         if first.number != own.number:
             self._pair = self._pair or (first, own)
-        elif len(losses) < _MOST_KINDS:
-            losses[kind] = first
+        elif len(self.outcomes) < _MOST_KINDS:
+            self.outcomes[kind] = first
 
     def check(self, who: str) -> None:
-        """Warn, once, if the loss of the pass differs from an earlier one's."""
+        """Warn, once, if the outcome of the pass differs from an earlier one's."""
         if self._pair is not None and not (self.has_warned or self.is_explained):
             first, own = self._pair
-            is_loss = first in self.losses.values()
-            what, that = ("loss was", "that") if is_loss else ("gradients were", "those")
             self._warn(
-                f"{who}: its {what} computed in another way than {that} of tower {first.tower}, from "
+                f"{who}: its {_IN_ANOTHER_WAY[own.what]} of tower {first.tower}, from "
                 f"{own.first_unlike(first)} on, although {_ALIKE}: this depends on what another pass has "
                 "left, such as a count of passes, or on the time, and so on the number of workers; compute "
                 "it from towers.step, tower.index or the rows, or before the loop"
             )
 
-    def check_workers(self, where: str, all_losses: Sequence[Losses]) -> None:
-        """Warn, once, if workers have computed losses in different ways, given those of each worker."""
-        found = None if self.has_warned or self.is_explained else _find_unlike(all_losses)
+    def check_workers(self, where: str, all_outcomes: Sequence[Outcomes]) -> None:
+        """Warn, once, if workers have computed outcomes in different ways, given those of each worker."""
+        found = None if self.has_warned or self.is_explained else _find_unlike(all_outcomes)
         if found is not None:
-            (worker, loss), (other, others) = found
+            (worker, own), (other, theirs) = found
             self._warn(
-                f"{where}: worker {other} computed the loss of tower {others.tower} in another way than "
-                f"worker {worker} that of tower {loss.tower}, from {others.first_unlike(loss)} on, although "
-                f"{_ALIKE}: it depends on the worker, as with its rank, a hook or a setting that only one "
-                "worker has, or the order of a set"
+                f"{where}: worker {other} computed the {own.what} of tower {theirs.tower} in another way "
+                f"than worker {worker} {_THAT[own.what]} of tower {own.tower}, from "
+                f"{theirs.first_unlike(own)} on, although {_ALIKE}: it depends on the worker, as with its "
+                "rank, a hook or a setting that only one worker has, or the order of a set"
             )
 
     def _warn(self, message: str) -> None:
@@ -267,15 +270,15 @@ class PassOperators:
         warn(message)
 
     def hash(self) -> int:
-        """Return a 32-bit hash of how losses were computed; 0 if it is not known."""
-        numbers = sorted((repr(kind), loss.number) for kind, loss in self.losses.items())
+        """Return a 32-bit hash of how outcomes were computed; 0 if it is not known."""
+        numbers = sorted((repr(kind), outcome.number) for kind, outcome in self.outcomes.items())
         return zlib.crc32(repr(numbers).encode()) if numbers else 0
 
 
-def _find_unlike(all_losses: Sequence[Losses]) -> tuple[tuple[int, Loss], tuple[int, Loss]] | None:
-    """Return two workers, and their losses of one kind that were computed in different ways."""
-    for kind in dict.fromkeys(kind for losses in all_losses for kind in losses):
-        first, *rest = ((worker, losses[kind]) for worker, losses in enumerate(all_losses) if kind in losses)
+def _find_unlike(all_outcomes: Sequence[Outcomes]) -> tuple[tuple[int, Outcome], tuple[int, Outcome]] | None:
+    """Return two workers, and their outcomes of one kind that were computed in different ways."""
+    for kind in dict.fromkeys(kind for outcomes in all_outcomes for kind in outcomes):
+        first, *rest = ((worker, each[kind]) for worker, each in enumerate(all_outcomes) if kind in each)
         for other in rest:
             if other[1].number != first[1].number:
                 return first, other
