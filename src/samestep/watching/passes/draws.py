@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from samestep.errors import warn
 from samestep.watching.operators.origins import NOWHERE, Origin
 from samestep.watching.program.reach import in_reach
 
@@ -28,9 +29,14 @@ class _Drawn(NamedTuple):
 
 
 class Draws:
-    """The draws of a step's passes from generators of the program."""
+    """The draws of a step's passes from generators of the program.
+
+    Attributes:
+        has_warned: whether there has been a warning.
+    """
 
     def __init__(self) -> None:
+        self.has_warned = False
         self._drawn: dict[int, _Drawn] = {}  # by the generators' ids
         self._continued: torch.Generator | None = None  # that this pass drew from after another tower
 
@@ -43,10 +49,14 @@ class Draws:
         """Begin a pass, which has drawn from no generator yet."""
         self._continued = None
 
-    @property
-    def continues(self) -> bool:
-        """Whether this pass has drawn from a generator after another tower's draws."""
-        return self._continued is not None
+    def check(self, who: str) -> None:
+        """Warn, once, if this pass has drawn after another tower, perhaps for `.item()`."""
+        if self._continued is not None and not self.has_warned:
+            self.has_warned = True
+            warn(
+                f"{who} drew from {self.name()} that continues from another tower's draws, so its numbers "
+                f"depend on the number of workers: {INSTEAD_OF_DRAWN}"
+            )
 
     def start(self, generator: object, own: int) -> Origin:
         """Return this tower, and those whose draws a generator continues because it was not reseeded.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from samestep.errors import UsageError, warn
+from samestep.errors import UsageError
 from samestep.watching.losses.loss_forms import LossForm
 from samestep.watching.losses.loss_operators import LossOperators
 from samestep.watching.operators.operator_calls import Call, tensors_in
@@ -85,7 +85,6 @@ class FlowWatch(TorchDispatchMode):
         self._draws = Draws()
         self._kept_numbers = KeptNumbers()
         self._counts = PassCounts()
-        self._has_warned = False
         self.beside = Beside()
         self._of_loss = LossOperators(self._depends_on_rows)
         self.batch_reads = BatchReads()
@@ -229,12 +228,7 @@ class FlowWatch(TorchDispatchMode):
         has_warned |= self._kept_numbers.has_warned or self.operators.has_warned
         if origin.beside & COUNTED_NUMBER and not has_warned:
             self._counts.check(who)
-        if self._draws.continues and not self._has_warned:  # but no loss uses them, or only by `.item()`
-            self._has_warned = True
-            warn(
-                f"{who} drew from {self._draws.name()} that continues from another tower's draws, so its "
-                f"numbers depend on the number of workers: {INSTEAD_OF_DRAWN}"
-            )
+        self._draws.check(who)
 
     def check_gradients(self, who: str, gradients: Iterable[Tensor]) -> None:
         """Raise if the gradients from this pass's backward depend on state from another tower's pass.
@@ -244,6 +238,7 @@ class FlowWatch(TorchDispatchMode):
         """
         for gradient in gradients if self._follows else ():
             self._check_origin(f"{who}: its gradients depend", self._origins.of(gradient))
+        self._draws.check(who)
 
     def _check_origin(self, what: str, origin: Origin) -> None:
         if others := _indices(origin.towers & ~(1 << self._tower)):
@@ -258,6 +253,13 @@ class FlowWatch(TorchDispatchMode):
         if origin.beside & LEFT_NUMBER:
             self._kept_numbers.check(what)
 
+    @property
+    def has_warned(self) -> bool:
+        """Whether there was a warning of what passes leave for others."""
+        return any(
+            each.has_warned for each in (self._kept_numbers, self._counts, self._draws, self.operators)
+        )
+
     def form_of(self, loss: Any, count: Any = None) -> LossForm:
         """Return what this pass's loss, or its sums by name, are made of, and forget it."""
         is_of_rows = count is None or (isinstance(count, Tensor) and self._depends_on_rows(count))
@@ -271,7 +273,7 @@ class FlowWatch(TorchDispatchMode):
         `pass_function` is as for `Watch.start_step`.
         """
         self.messages.check(who, counts=False)
-        has_warned |= self._has_warned
+        has_warned |= self._draws.has_warned
         is_explained = has_warned or self.reads.index or self.operators.is_explained
         self._kept_numbers.end_turn(pass_function, is_explained=is_explained)
         has_warned |= self._kept_numbers.has_warned or self._counts.has_warned
