@@ -55,7 +55,7 @@ class CarriedNumbers:
         self._bits: dict[Expression, int] = {}
         self._called: dict[Expression, CodeType | None] = {}  # the functions that run expressions
         self._changed: set[str] = set()  # names of numbers that passes have changed
-        self._values: dict[Expression, Any] = {}  # that expressions have read first
+        self._values: dict[Expression, str] = {}  # that expressions have read first
         self.start_pass()
 
     def start_pass(self) -> None:
@@ -73,7 +73,8 @@ class CarriedNumbers:
         expression = Expression.current()
         if expression is None or expression in self._harmless or len(self._values) == MOST_EXPRESSIONS:
             return
-        is_other = self._values.setdefault(expression, value) != value
+        # Not the value itself: whether the program still has this object is what `HeldNumber` asks.
+        is_other = self._values.setdefault(expression, repr(value)) != repr(value)
         if (is_left or is_other) and expression not in self._read:
             self._read[expression] = code_that_we_call()
 

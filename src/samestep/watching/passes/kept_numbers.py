@@ -21,7 +21,7 @@ from samestep.watching.operators.operator_calls import is_arithmetic
 from samestep.watching.passes.beside import LEFT_NUMBER
 from samestep.watching.passes.carried_numbers import CarriedNumbers, rounded
 from samestep.watching.passes.held_number import HeldNumber, is_number
-from samestep.watching.program.reach import Named, in_reach
+from samestep.watching.program.reach import Named, in_reach, let_go_of_variables
 
 __all__ = ["KeptNumbers"]
 
@@ -116,6 +116,8 @@ class KeptNumbers:
                 bits |= self.carried.take_values(tensor)
                 found += self._rounded_in(tensor)
         taken = [self._left[abs(each)] for each in found if abs(each) in self._left]
+        if taken:
+            let_go_of_variables()
         names = {each.name for each in taken if each.number.is_held}
         self._taken |= names
         return bits | LEFT_NUMBER * bool(names)
