@@ -116,6 +116,9 @@ USES = [
     "loss = loss + 0.01 * (outputs - {}).square().mean()",
     "loss = F.cross_entropy(outputs / (1 + 0.1 * abs({})), y)",
     "loss = F.cross_entropy(outputs, y, label_smoothing=min(0.5, abs(float({})) / 20))",
+    "if float({}) > 1000:\n    loss = loss * 2",
+    "loss = loss * (2 if float({}) > 1000 else 1)",
+    "loss = loss * (1 + max(0.0, float({}) - 1000))",
 ]
 
 PASS = """{before_pass}
@@ -256,7 +259,9 @@ def written(seed):
     draw = random.Random(seed)
     steps, is_set_in = draw.choice(STEPS), draw.choice(["", "before_pass", "before_step", "after_step"])
     is_inside = steps is INSIDE
-    module, *codes = draw.choice([each for each in HOLDERS if not (is_inside and each[2] == "read()")])
+    # Of a function that sets what its argument is, if it has one, no code shows that a call does.
+    left_out = (*["read()"] * is_inside, *["memory()"] * (is_set_in == "before_pass"))
+    module, *codes = draw.choice([each for each in HOLDERS if each[2] not in left_out])
     prepare, read, write = map(inside, codes) if is_inside else codes
     value, use, start = draw.choice(VALUES), draw.choice(USES), draw.choice(["0.5", "1.0", "0.0"])
     is_used_before = use.startswith("x")

@@ -222,11 +222,15 @@ class Watch:
         if self.follows:
             has_warned = self.numbers.has_warned or self._generators.has_warned
             self.flow.end_turn(who, self._pass_function, has_warned=has_warned)
+        if self._first is not None and not self.flow.reads.index:  # which may keep something for each tower
+            self._first.end_turn(self._pass_function)
 
     def end_step(self, who: str) -> None:
         """Check again after the last backward."""
         self.check(who)
         if self._first is not None:
+            if not (self.numbers.has_warned or self.flow.has_warned):
+                self._first.check_carried(who)
             self._first.end(self._model.parameters())
         if self.looks:
             self.numbers.check(self._pass_function)  # the loop may have ended with a `break`

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_values import MethodCall, Place, Scope, Value, is_of_samestep
@@ -49,7 +49,7 @@ class CodeFlow(Expressions):
         self._first_uses: dict[int, str] = {}  # of libraries' objects, by id: a method, or "" for others
 
     @classmethod
-    def of_running_loop(cls, source: SourceCode, function: Callable[..., Any] | None = None) -> CodeFlow:
+    def of_running_loop(cls, source: SourceCode, function: Callable[..., Any] | None = None) -> Self:
         """Return the values of the loop that takes its next tower, and of generators before it.
 
         If that is none of the program's, it calls `function` with a tower's batch.

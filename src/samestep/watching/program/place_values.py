@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from samestep.watching.program.code_values import PLAIN, NewObject, Place, Value, join
+from samestep.watching.program.code_values import PLAIN, UNKNOWN, NewObject, Place, Value, join
 
 __all__ = ["ENTRIES", "PlaceValues", "numbered"]
 
@@ -35,6 +35,7 @@ class PlaceValues:
     def __init__(self) -> None:
         self._values: dict[Place, Value] = {}
         self._names: dict[Place, str] = {}
+        self._objects: dict[Place, Any] = {}  # what they were before the turn
         self._places: dict[Hashable, set[Place]] = defaultdict(set)  # that were set, by holder
         self._changed: set[Place] = set()  # that may have been set, except caches that were filled
         self._filled: frozenset[Place] = _NOWHERE  # caches that the current branch fills
@@ -50,10 +51,15 @@ class PlaceValues:
         return self._values.get(place)
 
     def read(self, value: Value) -> Value:
-        """Return the value from before the turn, and note its name."""
+        """Return the value from before the turn, and note its name and object."""
         for place in value.sources:
             self._names.setdefault(place, value.name)
+            self._objects.setdefault(place, value.object)
         return value
+
+    def object_before(self, place: Place) -> Any:
+        """Return what a place was before the turn, if that is known and was read."""
+        return self._objects.get(place, UNKNOWN)
 
     def put(self, place: Place, value: Value, name: str) -> None:
         """Set the value of a place; `name` is as in errors."""
