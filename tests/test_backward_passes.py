@@ -78,6 +78,21 @@ class OwnNoise(OwnBackward):
         return gradient + torch.randn(gradient.shape, generator=generator)
 
 
+class OwnNumber(OwnBackward):
+    """That Python reads, so that no gradient shows where it comes from."""
+
+    def change(self, gradient):
+        generator = self.keep("generator", lambda: torch.Generator().manual_seed(1))
+        return gradient * (1 + torch.rand((), generator=generator).item())
+
+
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_a_number_that_continues_another_passs_draws_is_told_of_once_on_each_worker(num_workers):
+    told, _ = warnings_of(OwnNumber, num_workers)
+    assert len(told) == num_workers
+    assert all("drew from a torch.Generator (generator of self) that continues" in each for each in told)
+
+
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("program", [RunningNorm, RunningNormOfAHook, GradientOfThePassBefore, OwnNoise])
 def test_gradients_that_depend_on_another_pass_are_an_error(program, num_workers):

@@ -250,6 +250,15 @@ class HookOnOneWorker(ByRank):
         return model
 
 
+class GradientsByRank(ByRank):
+    """By a hook that runs in backward."""
+
+    def loss(self, x, y):
+        outputs = self.model(x)
+        outputs.register_hook(lambda gradient: gradient * (1 + self.rank / 100))
+        return F.cross_entropy(outputs, y)
+
+
 class SeededByRank(ByRank):
     """One generator for all passes of a worker."""
 
@@ -278,11 +287,13 @@ class HookForTheLog(ByRank):
 
 
 @pytest.mark.parametrize("num_workers", mostly_long([2, 7], 1))
-@pytest.mark.parametrize("program", [ByRank, HookOnOneWorker])
-def test_what_a_worker_computes_by_itself_is_told_of_once_on_each(program, num_workers):
+@pytest.mark.parametrize(
+    ("program", "what"), [(ByRank, "loss"), (HookOnOneWorker, "loss"), (GradientsByRank, "gradients")]
+)
+def test_what_a_worker_computes_by_itself_is_told_of_once_on_each(program, what, num_workers):
     told, _ = warnings_of(program, num_workers)
     assert len(told) == num_workers
-    assert all("computed the loss of tower " in each for each in told)
+    assert all(f"computed the {what} of tower " in each for each in told)
     assert all("it depends on the worker, as with its rank, a hook" in each for each in told)
 
 
