@@ -223,6 +223,18 @@ class ForALog(Decides):
         return loss
 
 
+class PutBack(Decides):
+    """The depth of nested calls, and a queue that is emptied again."""
+
+    def decided(self, loss):
+        self.count += 1
+        self.kept.append(self.x)
+        x = self.kept.pop()
+        loss = loss + self.model(x).square().mean()
+        self.count -= 1
+        return loss * 2 if self.count > 0 or len(self.kept) > 0 else loss
+
+
 class ForABest(Decides):
     def decided(self, loss):
         self.best = min(getattr(self, "best", 1000.0), loss.item())
@@ -311,7 +323,7 @@ class OfOwnGenerator(Decides):
 @pytest.mark.parametrize(
     "program",
     [
-        *(ForALog, ForABest, ForAnError, SetAnew, InALoop, Cached, Growing, ByRows, BySteps),
+        *(ForALog, PutBack, ForABest, ForAnError, SetAnew, InALoop, Cached, Growing, ByRows, BySteps),
         *(OfEachTower, OfOwnGenerator),
     ],
 )

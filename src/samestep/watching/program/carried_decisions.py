@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_flow import CodeFlow
-from samestep.watching.program.code_values import Place, Value, kind_of
+from samestep.watching.program.code_values import MethodCall, Place, Value, kind_of
 from samestep.watching.program.effects import is_setting
+from samestep.watching.program.place_values import ENTRIES
 from samestep.watching.program.program_line import ProgramLine
 from samestep.watching.program.source_code import SourceCode
 from samestep.watching.program.syntax import is_backward
 
 __all__ = ["CarriedDecisions"]
+
+_ADDED = {"append": 1, "appendleft": 1, "pop": -1, "popleft": -1}
+"""How many entries methods add to a container."""
 
 _ROUNDING = {"ceil", "clamp", "clip", "floor", "int", "max", "min", "round", "trunc"}
 """Names of functions that return the same for many numbers, as comparisons do."""
@@ -33,6 +38,7 @@ class CarriedDecisions(CodeFlow):
     def __init__(self, source: SourceCode) -> None:
         super().__init__(source)
         self._decisions: dict[ProgramLine, frozenset[Place]] = {}
+        self._sums: dict[Place, float] = {}  # what is added to numbers and lengths, if known
         self._chosen_by: dict[int, ast.expr] = {}  # what decides whether branches run, by their ids
         self._tests = set[int]()  # the ids of all nodes of tests
 
@@ -40,14 +46,15 @@ class CarriedDecisions(CodeFlow):
         """Return the names of what the turn carries on, and decides by on its losses, by lines."""
         found = {}
         for line, sources in self._decisions.items():
-            places = (each for each in sources & self._losses if not self._is_tensor(each))
+            places = (each for each in sources & self._losses if self._may_be_carried(each))
             found[line] = self._values.names_of_changed(frozenset(places))
         return {line: names for line, names in found.items() if names}
 
-    def _is_tensor(self, place: Place) -> bool:
-        """Say whether a place holds a tensor of several elements, which may be a cache that grows."""
+    def _may_be_carried(self, place: Place) -> bool:
+        """Say whether a place is no tensor of several elements, which may be a cache, and not put back."""
         found = self._values.object_before(place)
-        return isinstance(found, Tensor) and found.numel() != 1
+        is_tensor = isinstance(found, Tensor) and found.numel() != 1
+        return not is_tensor and self._sums.get(place) != 0
 
     def _decide(self, node: ast.expr, sources: frozenset[Place]) -> None:
         line = ProgramLine(self._scope.path, node.lineno)
@@ -115,6 +122,27 @@ class CarriedDecisions(CodeFlow):
         modules = (each for each in given if isinstance(each.object, nn.Module))
         returned = [self._call_object(each, [], {}) or Value() for each in modules]
         return super()._data_of_call(given).union(*map(self._values.data_of, returned))
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        """Note what is added to a number, or subtracted again."""
+        super().visit_AugAssign(node)
+        match node:
+            case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=int() | float() as number)):
+                added: float = number
+            case ast.AugAssign(op=ast.Sub(), value=ast.Constant(value=int() | float() as number)):
+                added = -number
+            case _:
+                return
+        for place in self._places_set_in([node]):
+            self._add(place, added)
+
+    def _change(self, call: MethodCall) -> None:
+        """Note what is added to a container, or taken from it."""
+        super()._change(call)
+        self._add(Place(call.holder.key, ENTRIES), _ADDED.get(call.method, math.nan))
+
+    def _add(self, place: Place, number: float) -> None:
+        self._sums[place] = self._sums.get(place, 0) + (math.nan if self._num_branches else number)
 
     def _set_attribute(self, holder: Value, name: str, value: Value) -> None:
         """Set an attribute; on settings of layers, losses depend."""
