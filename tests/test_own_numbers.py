@@ -96,6 +96,27 @@ class ForTheLog(nn.Linear):
         return y
 
 
+class InAnArray(ForTheLog):
+    """Of which each pass sets all entries first."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = np.zeros(2)
+
+    def forward(self, x):
+        self.last[0] = 1.0
+        self.last[1] = x.mean().item()
+        return super(ForTheLog, self).forward(x) * (self.last[0] + self.last[1])
+
+
+class InAPartOfAnArray(InAnArray):
+    def forward(self, x):
+        outputs = super(ForTheLog, self).forward(x) * (1 + self.last[1])
+        self.last[0] = x.mean().item()
+        self.last[1] += self.last[0]
+        return outputs
+
+
 class OfTheLast(ForTheLog):
     """Uses the number that the pass before has noted."""
 
@@ -217,10 +238,15 @@ def test_sizes_flags_and_what_follows_the_steps_are_let_through(num_workers):
     assert len(set(found)) == 1
 
 
-@pytest.mark.parametrize("make", [ForTheLog, lambda: nn.Sequential(nn.Linear(4, 4), ForTheLog())])
+@pytest.mark.parametrize("make", [ForTheLog, InAnArray, lambda: nn.Sequential(nn.Linear(4, 4), ForTheLog())])
 def test_what_each_pass_sets_anew_is_let_through(make):
     found = {value for num in (1, 2, 3) for value in values(lambda job: train(job, lambda _: make()), num)}
     assert len(found) == 1
+
+
+def test_an_entry_that_a_pass_reads_first_is_told():
+    with pytest.warns(UserWarning, match="^passes changed last of InAPartOfAnArray"):
+        values(lambda job: train(job, lambda _: InAPartOfAnArray()), 1)
 
 
 def test_what_the_loop_reads_first_is_told():

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
+
 from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_values import MethodCall, Place, Scope, Value, is_of_samestep
 from samestep.watching.program.expressions import Expressions
@@ -93,11 +95,19 @@ class CodeFlow(Expressions):
     def sets_anew(self, found: object, name: str) -> bool:
         """Say whether an object's attribute is set, and no expression depends on what it was before.
 
-        False if no loop was visited.
+        Of an array, each entry may be, if no loss depends on all of them. False if no loop was visited.
         """
-        place = Place(id(found), name)
-        is_read = any(place in sources for sources in self._found.values())
-        return self._has_loop and self._values.is_changed(place) and not is_read
+        held = vars(found).get(name)
+        size = held.size if isinstance(held, np.ndarray) and held.ndim == 1 else 0
+        entries = [Place(id(held), numbered(each)) for each in range(size)]
+        are_apart = size > 0 and Place(id(held), ENTRIES) not in self._losses
+        return self._has_loop and (
+            self._are_set_anew([Place(id(found), name)]) or (are_apart and self._are_set_anew(entries))
+        )
+
+    def _are_set_anew(self, places: Sequence[Place]) -> bool:
+        are_read = not NOWHERE.union(*self._found.values()).isdisjoint(places)
+        return all(map(self._values.is_changed, places)) and not are_read
 
     def seeds_first(self, generator: object) -> bool:
         """Say whether the turn, in any case, seeds a random generator before it uses it."""
