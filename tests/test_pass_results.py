@@ -780,6 +780,23 @@ def best_of_elastic_calls(job, path):
                 torch.save(model.state_dict(), path / f"{job.rank}.pt")
 
 
+def data_by_a_callback(job, path):
+    """Of a class that is defined beside what it changes, and sets anew in `before_step` what passes keep."""
+    _, towers, optimizer = made(job)
+    data, kept = Levels(), Kept()
+    loader = samestep.TowerLoader(data, 12, towers)
+
+    class Harder(samestep.Callback):
+        def before_step(self, trainer, batch):
+            kept.losses = [1.0]
+
+        def after_step(self, trainer, report):
+            loader.dataset.level = 1 + kept.last()
+
+    step, run = Step(towers, kept, optimizer), path / str(job.world_size)
+    samestep.Trainer(step, loader, run_dir=run, steps=3, callbacks=[Harder()]).run()
+
+
 class Levels(Dataset):
     """Scales its examples by a level, and has a weight for each."""
 
@@ -1095,6 +1112,7 @@ WRONG = {
     pruned_by_results: "amount of random_unstructured",
     other_optimizer: r"whether SGD\(\.\.\.\) runs",
     slower_by_a_callback: "a learning rate",
+    data_by_a_callback: "the batches of the loop",
     stopped_by_a_callback: "whether Trainer.stop runs",
     best_of_elastic_calls: "whether (Sequential.state_dict|torch.save) runs",
     by_the_clock: "the end of the loop over steps",
@@ -1519,7 +1537,29 @@ def counted_for_the_log(job):
     model.log = passes.item(), seen, np.mean(losses)
 
 
+def set_after_the_passes(job):
+    """An entry of an array and a tensor, in a function, for which passes have had something else."""
+    model, towers, optimizer = made(job)
+    kept, tensor = np.zeros(1), torch.zeros(())
+
+    def take_step(step):
+        for tower in towers(batch_of(step)):
+            loss = loss_of(model, tower.batch)
+            kept[0] = kept[0] + loss.item()
+            tensor.copy_(tensor + loss.item())
+            tower.backward(loss)
+        report = towers.average()
+        kept[0] = report.loss
+        tensor.copy_(torch.tensor(report.loss))
+        optimizer.param_groups[0]["lr"] = 0.1 + float(kept[0]) + float(tensor)
+        optimizer.step()
+
+    for step in range(2):
+        take_step(step)
+
+
 RIGHT = [
+    set_after_the_passes,
     annealed_by_buffers,
     of_a_tuple_with_a_tensor,
     drawn_of_the_step,

@@ -56,6 +56,8 @@ _OPTIONS: Mapping[str, str] = {
 }
 """Entries of an optimizer's groups, and what these are, in words."""
 
+_BATCHES = "the batches of the loop"
+
 _WEIGHTS = ("bias", "weight")
 """Attributes that are parameters, if nothing else is known of them."""
 
@@ -329,9 +331,12 @@ class _Decisions(PassResults):
             sources = self._counted_in(node.test) | self._data(node.test)
             self._repeats |= self._check("the loop over steps", sources, node.lineno)
 
+    def _note_batches(self, sources: frozenset[Place]) -> None:
+        self._check(_BATCHES, sources, self._line)
+
     def _note_taken(self, loop: ast.For, sources: frozenset[Place]) -> None:
         if loop in self._loops and not (self._repeats or self._is_in_pass):  # not the loops in it
-            what = "the batches of the loop" if is_loader(self.visit(loop.iter)) else "the loop over steps"
+            what = _BATCHES if is_loader(self.visit(loop.iter)) else "the loop over steps"
             self._repeats |= self._check(what, sources, loop.lineno)
         super()._note_taken(loop, sources)
 

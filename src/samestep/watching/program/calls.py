@@ -178,7 +178,8 @@ class Calls(ast.NodeVisitor, ABC):
             return returned.computed_from(called.sources)  # a variable may hold another function
         if method == "get" and holder.is_container and arguments and arguments[0].text:
             return self._entry(holder, node.args[0]).computed_from(*map(self._values.data_of, arguments))
-        sources = called.sources | (given := self._data_of_call([*arguments, *named.values()]))
+        given = self._data_of_call([*arguments, *named.values()])
+        sources = given if method in OVERWRITING else called.sources | given
         self._change(MethodCall(holder, method, arguments, named, sources))
         returned_of = self._returned_of(called, sources | self._advance(holder))
         if not is_in_place(method):

@@ -120,6 +120,11 @@ class Value(NamedTuple):
         return self if sources == self.sources else Value(sources, self.object, self.key, self.name)
 
 
+def _methods_of(found: object) -> Iterable[object]:
+    """Return what a class has by itself; nothing of other objects."""
+    return vars(found).values() if isinstance(found, type) else ()
+
+
 def is_of_samestep(found: type | FunctionType) -> bool:
     """Say whether a class or a function is defined in this package."""
     return str(found.__module__).partition(".")[0] == "samestep"
@@ -158,8 +163,9 @@ class Scope:
     def of_frame(cls, frame: FrameType) -> Scope:
         """Return the scope of a function, or a module, that is running."""
         code, variables = frame.f_code, dict(locals_of(frame))
-        # It is not known which cells are its own, except from functions that share them.
-        functions = [each for each in variables.values() if isinstance(each, FunctionType)]
+        # It is not known which cells are its own, except from functions and classes that share them.
+        held = [part for each in variables.values() for part in (each, *_methods_of(each))]
+        functions = [each for each in held if isinstance(each, FunctionType)]
         cells = {name: cell for each in functions for name, cell in cells_of(each).items()}
         shared = {
             name: id(cell) for name, cell in cells.items() if name in code.co_cellvars + code.co_freevars

@@ -251,8 +251,8 @@ class Expressions(Calls, ABC):
             return
         number, sources = constant_number(index), self._values.data_of(value).union(self._values.deciding)
         is_own = any(place.holder == holder.key for place in sources)
-        if number is None or is_own:
-            self._values.fill(holder, sources, is_change=is_own)
+        if number is None or is_own:  # what one entry is set to, others don't have
+            self._values.fill(holder, sources if number is None else NOWHERE, is_change=is_own)
         if number is not None and holder.key is not None:
             self._values.put(Place(holder.key, numbered(number)), value, holder.name)
 

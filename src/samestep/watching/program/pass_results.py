@@ -63,7 +63,7 @@ _BATCHES = ("LocalBatch", "object")  # of a class that is not known
 _LOADERS = ("TowerLoader", "StreamLoader")
 _ADDING = {"add", "append", "appendleft", "extend", "insert"}
 _COUNTING = {"append", "appendleft", "extend", "insert"}
-_EVENTS = ("on_start", "before_step", "after_step", "after_evaluation", "on_end")  # of callbacks
+_BEFORE, _AFTER = ("on_start", "before_step"), ("after_step", "after_evaluation", "on_end")  # of callbacks
 
 
 class PassResults(WorkerValues):
@@ -186,10 +186,18 @@ class PassResults(WorkerValues):
         return Value(self._returned_of(function, NOWHERE)) if returned is None else returned
 
     def _visit_run(self, trainer: Value) -> None:
+        self._note_batches(self._advance(self._attribute_value(trainer, "loader")))
+        self._visit_callbacks(trainer, _BEFORE)
         self._visit_step(self._attribute_value(trainer, "step"))
+        self._visit_callbacks(trainer, _AFTER)
+
+    def _visit_callbacks(self, trainer: Value, methods: Iterable[str]) -> None:
         for callback in self._values.objects_in(self._attribute_value(trainer, "callbacks")):
-            for name in _EVENTS:
+            for name in methods:
                 self._call_object(self._attribute_value(callback, name), [trainer, Value()], {})
+
+    def _note_batches(self, sources: frozenset[Place]) -> None:
+        """Note what the batches of a `Trainer` are computed from."""
 
     def _visit_step(self, step: Value) -> None:
         loss, forward = (self._attribute_value(step, name) for name in ("loss_fn", "forward"))
