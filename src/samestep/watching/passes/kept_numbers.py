@@ -117,7 +117,7 @@ class KeptNumbers:
                 found += self._rounded_in(tensor)
         taken = [self._left[abs(each)] for each in found if abs(each) in self._left]
         if taken:
-            let_go_of_variables()
+            let_go_of_variables()  # which a pass has set to other objects since
         names = {each.name for each in taken if each.number.is_held}
         self._taken |= names
         return bits | LEFT_NUMBER * bool(names)
