@@ -203,6 +203,36 @@ def one_value_of_a_large_layer_changed_in_late_passes(job):
     train(model, job, steps=40, loss=loss, optimizer=torch.optim.SGD(model.parameters(), 1e-4))
 
 
+def train_a_part(job, edit):
+    model, towers = net(), None
+    towers = Towers(model, 7, job=job)
+    for step in range(2):
+        for tower in towers(batch_of(step, 21)):
+            edit(model[0], step, "before")
+            loss = loss_of(model, tower.batch)
+            edit(model[0], step, "loss")
+            tower.backward(loss)
+            edit(model[0], step, "after")
+        towers.average()
+
+
+@refused(UsageError, "a pass changed requires_grad of 0.weight, 0.bias: all towers", "after average()")
+def a_layer_frozen_after_a_pass(job):
+    train_a_part(job, lambda layer, step, when: layer.requires_grad_(when != "after"))
+
+
+@refused(
+    UsageError, "step 0: a pass changed requires_grad of 0.bias: all towers of a step must train the same"
+)
+def a_layer_frozen_in_the_passes_of_a_step(job):
+    train_a_part(job, lambda layer, step, when: layer.bias.requires_grad_(step == 1))
+
+
+@refused(UsageError, "step 0: a pass changed requires_grad of 0.bias", "put it back before the pass ends")
+def a_layer_frozen_between_loss_and_backward(job):
+    train_a_part(job, lambda layer, step, when: layer.bias.requires_grad_(when == "before"))
+
+
 @refused(UsageError, "0.weight", "step 0", "average()")
 def an_optimizer_inside_the_pass(job):
     model = net()

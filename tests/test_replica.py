@@ -16,6 +16,7 @@ from samestep.errors import ConfigError, DisagreementError, UsageError
 from samestep.summation.placement import Placement
 from samestep.towers.replica import Kind
 
+from . import nets
 from .cases import mostly_long
 from .simulation import simulate, values
 
@@ -175,6 +176,36 @@ def test_frozen_parameters_keep_no_gradient_and_no_hook():
     take_step(towers, 1)
     assert [p.grad is None for p in model[0].parameters()] == [True, True]
     assert towers._replica.parameters == [p for p in model.parameters() if p.requires_grad]
+
+
+def test_a_layer_may_be_frozen_for_a_part_of_each_pass():
+    """As a discriminator is."""
+
+    def work(job):
+        torch.manual_seed(0)
+        model = nets.net()
+        towers = Towers(model, 7, job=job)
+        for tower in towers(nets.batch_of(0, 21)):
+            x, y = tower.batch["x"], tower.batch["y"]
+            model[0].requires_grad_(False)
+            loss = F.cross_entropy(model(x), y)
+            model[0].requires_grad_(True)
+            tower.backward(loss + model(x).square().mean())
+        towers.average()
+        return samestep.digest(model), [parameter.grad for parameter in model.parameters()]
+
+    torch.manual_seed(0)
+    model, batch = nets.net().double(), nets.batch_of(0, 21)
+    x, y = batch["x"].double(), batch["y"]
+    frozen = torch.func.functional_call(
+        model, {name: each.detach() for name, each in model[0].named_parameters("0")}, (x,)
+    )
+    (F.cross_entropy(frozen, y) + model(x).square().mean()).backward()
+    found = [outcome for num_workers in (1, 2, 3) for outcome in values(work, num_workers)]
+    assert len({digest for digest, _ in found}) == 1
+    for _, gradients in found:
+        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(gradient.double(), parameter.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_a_change_that_was_there_before_is_not_looked_at_again():

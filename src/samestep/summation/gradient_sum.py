@@ -64,9 +64,12 @@ class GradientSum:
     def _hook(self) -> list[RemovableHandle]:
         # A weak reference, because Python's garbage collector does not see references from these hooks.
         call = partial(_call, WeakMethod(self._gradient_is_ready))
+        # A pass may freeze a parameter; if it does not put that back, the end of the step tells.
+        trained = ((index, self._parameters[index]) for index in self._bucket_of)
         return [
-            self._parameters[index].register_post_accumulate_grad_hook(partial(call, index))
-            for index in self._bucket_of
+            parameter.register_post_accumulate_grad_hook(partial(call, index))
+            for index, parameter in trained
+            if parameter.requires_grad
         ]
 
     def _clear(self) -> None:

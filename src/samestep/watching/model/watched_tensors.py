@@ -30,6 +30,7 @@ _TO_START = (
 )
 
 _version = operator.attrgetter("_version")
+_is_trained = operator.attrgetter("requires_grad")
 
 
 class _Ended(NamedTuple):
@@ -78,6 +79,7 @@ class WatchedTensors:
     def start_step(self, step: int) -> None:
         """Hash this step's slice, after `note` and before the first pass."""
         self._step = step
+        self._trained = list(map(_is_trained, self._present))
         self._before, self.late_hash = self._hash.of(step), 0
         if self._ended is not None and self._ended.step == step - 1:
             self.late_hash = zlib.crc32(repr(self._ended.before.by_name()).encode())
@@ -136,9 +138,16 @@ class WatchedTensors:
         return {id(t) for t, new, old in zip(self._present, now, before, strict=True) if new != old}
 
     def end_step(self, who: str) -> None:
-        """After the last `check` of a step, check also the number of entries and the hashes."""
+        """After the last `check` of a step, check also entries, hashes, and which parameters are trained."""
         if sum(map(len, self._registries)) != self.num_entries:
             raise self._explain_entries(who)
+        if changed := self._differing(_is_trained, self._trained):
+            pairs = zip(self._places, self._tensors, strict=True)
+            names = _names([place for place, tensor in pairs if id(tensor) in changed])
+            raise UsageError(
+                f"{who} changed requires_grad of {names}: all towers of a step must train the same "
+                "parameters; freeze and unfreeze layers after average(), or put it back before the pass ends"
+            )
         ended = _Ended(self._step, self._before, self._hash.of(self._step, fixed_only=True))
         if ended.after.is_ready:
             self._compare(ended)
