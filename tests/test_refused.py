@@ -180,6 +180,15 @@ def a_parameter_replaced_in_a_pass(job):
     train(InitializedByData("replace"), job)
 
 
+@refused(UsageError, "step 0: a pass replaced layers of the model (Linear), so nobody would average")
+def a_layer_replaced_in_each_pass(job):
+    def loss(model, batch):
+        model[0] = nn.Linear(6, 8)
+        return loss_of(model, batch)
+
+    train(net(), job, loss=loss)
+
+
 @refused(UsageError, "0.weight")
 def weights_clipped_through_data_in_the_loss(job):
     def loss(model, batch):

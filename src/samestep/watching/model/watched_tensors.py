@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -70,6 +71,7 @@ class WatchedTensors:
         self._current = reader(self._places)
         self._registries = [r for m in model.modules() for r in (m._parameters, m._buffers, m._modules)]
         self._entries = list(map(set, self._registries))
+        self._parts = [m._modules for m in model.modules() if m._modules]
         self._tensors: list[Tensor | None] = []
         self._all = [*parameters, *sorted((*fixed, *shared), key=lambda buffer: buffer.name)]
         self._hash = WeightHash(self._places, shared, fixed)
@@ -80,6 +82,7 @@ class WatchedTensors:
         """Hash this step's slice, after `note` and before the first pass."""
         self._step = step
         self._trained = list(map(_is_trained, self._present))
+        self._layers = self._current_layers()
         self._before, self.late_hash = self._hash.of(step), 0
         if self._ended is not None and self._ended.step == step - 1:
             self.late_hash = zlib.crc32(repr(self._ended.before.by_name()).encode())
@@ -138,16 +141,11 @@ class WatchedTensors:
         return {id(t) for t, new, old in zip(self._present, now, before, strict=True) if new != old}
 
     def end_step(self, who: str) -> None:
-        """After the last `check` of a step, check also entries, hashes, and which parameters are trained."""
+        """After the last `check` of a step, check also entries, layers, what is trained, and hashes."""
         if sum(map(len, self._registries)) != self.num_entries:
             raise self._explain_entries(who)
-        if changed := self._differing(_is_trained, self._trained):
-            pairs = zip(self._places, self._tensors, strict=True)
-            names = _names([place for place, tensor in pairs if id(tensor) in changed])
-            raise UsageError(
-                f"{who} changed requires_grad of {names}: all towers of a step must train the same "
-                "parameters; freeze and unfreeze layers after average(), or put it back before the pass ends"
-            )
+        self._check_layers(who)
+        self._check_trained(who)
         ended = _Ended(self._step, self._before, self._hash.of(self._step, fixed_only=True))
         if ended.after.is_ready:
             self._compare(ended)
@@ -155,6 +153,26 @@ class WatchedTensors:
             last, self._ended = self._ended, ended
             if last is not None:
                 self._compare(last)
+
+    def _check_layers(self, who: str) -> None:
+        pairs = zip(self._layers, self._current_layers(), strict=True)
+        if replaced := [type(old).__name__ for old, new in pairs if new is not old]:
+            raise UsageError(
+                f"{who} replaced layers of the model ({', '.join(replaced)}), so nobody would average the "
+                "gradients of the new ones: replace layers after average()"
+            )
+
+    def _check_trained(self, who: str) -> None:
+        if changed := self._differing(_is_trained, self._trained):
+            pairs = zip(self._places, self._tensors, strict=True)
+            names = _names([place for place, tensor in pairs if id(tensor) in changed])
+            raise UsageError(
+                f"{who} changed requires_grad of {names}: all towers of a step must train the same "
+                "parameters; freeze and unfreeze layers after average(), or put it back before the pass ends"
+            )
+
+    def _current_layers(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(each.values() for each in self._parts))
 
     def _compare(self, ended: _Ended) -> None:
         changed = _differing_names(ended.before, ended.after)
