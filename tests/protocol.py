@@ -38,6 +38,7 @@ class Parameter:
     """As much of a parameter as a gradient sum asks for; `accumulate` stands for autograd."""
 
     dtype = grad_dtype = torch.float32
+    requires_grad = True
 
     def __init__(self) -> None:
         self.grad: Tensor | None = None
