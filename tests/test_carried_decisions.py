@@ -223,6 +223,17 @@ class ForALog(Decides):
         return loss
 
 
+class SwitchedOff(Decides):
+    """As features of a program may be."""
+
+    counts_passes = False
+
+    def decided(self, loss):
+        if self.counts_passes:
+            self.count += 1
+        return loss * 2 if self.count > 1000 else loss
+
+
 class PutBack(Decides):
     """The depth of nested calls, and a queue that is emptied again."""
 
@@ -323,7 +334,19 @@ class OfOwnGenerator(Decides):
 @pytest.mark.parametrize(
     "program",
     [
-        *(ForALog, PutBack, ForABest, ForAnError, SetAnew, InALoop, Cached, Growing, ByRows, BySteps),
+        *(
+            ForALog,
+            SwitchedOff,
+            PutBack,
+            ForABest,
+            ForAnError,
+            SetAnew,
+            InALoop,
+            Cached,
+            Growing,
+            ByRows,
+            BySteps,
+        ),
         *(OfEachTower, OfOwnGenerator),
     ],
 )

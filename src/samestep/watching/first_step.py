@@ -26,15 +26,25 @@ class FirstStep:
         self._named = check_decisions(self._source)
         self._early = EarlyGradients(self._source)
         self._carried: Mapping[ProgramLine, set[str]] | None = None  # after the first turn
+        self._values: Mapping[str, object] = {}  # of this, after the first turn
+        self._has_changed: bool | None = None  # these; None if there was one turn
 
     def end_turn(self, pass_function: Callable[[Any], Any] | None) -> None:
-        """Note by what the first turn decides; `pass_function` is as for `Watch.start_step`."""
+        """Note by what the first turn decides, and whether this changes in others.
+
+        Code that is switched off changes nothing. `pass_function` is as for `Watch.start_step`.
+        """
+        if self._carried == {} or self._has_changed:
+            return
+        turn = CarriedDecisions.of_running_loop(self._source, pass_function)
         if self._carried is None:
-            self._carried = CarriedDecisions.of_running_loop(self._source, pass_function).by_line()
+            self._carried, self._values = turn.by_line(), turn.values()
+        else:
+            self._has_changed = turn.values() != self._values
 
     def check_carried(self, who: str) -> None:
         """Warn if a pass decides on its loss by what it carries on."""
-        if self._carried:
+        if self._carried and self._has_changed is not False:
             line, names = min(self._carried.items())
             warn(
                 f"{who} decides on its loss by {', '.join(sorted(names))} ({line}), which each pass computes "

@@ -6,6 +6,7 @@ import ast
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 from torch import Tensor, nn
 
 from samestep.watching.program.calls import NOWHERE
@@ -21,6 +22,8 @@ __all__ = ["CarriedDecisions"]
 
 _ADDED = {"append": 1, "appendleft": 1, "pop": -1, "popleft": -1}
 """How many entries methods add to a container."""
+
+_NUMBERS = (int, float, complex, np.number)
 
 _ROUNDING = {"ceil", "clamp", "clip", "floor", "int", "max", "min", "round", "trunc"}
 """Names of functions that return the same for many numbers, as comparisons do."""
@@ -49,6 +52,15 @@ class CarriedDecisions(CodeFlow):
             places = (each for each in sources & self._losses if self._may_be_carried(each))
             found[line] = self._values.names_of_changed(frozenset(places))
         return {line: names for line, names in found.items() if names}
+
+    def values(self) -> Mapping[str, object]:
+        """Return what the turn may carry on and compares, by name; what is no number is never equal."""
+        found: dict[str, object] = {}
+        for place in filter(self._may_be_carried, NOWHERE.union(*self._decisions.values()) & self._losses):
+            value = self._values.object_before(place)
+            now = repr(value) if isinstance(value, _NUMBERS) else object()
+            found |= dict.fromkeys(self._values.names_of_changed(frozenset({place})), now)
+        return found
 
     def _may_be_carried(self, place: Place) -> bool:
         """Say whether a place is no tensor of several elements, which may be a cache, and not put back."""
