@@ -74,7 +74,8 @@ class CarriedNumbers:
         if expression is None or expression in self._harmless or len(self._values) == MOST_EXPRESSIONS:
             return
         # Not the value itself: whether the program still has this object is what `HeldNumber` asks.
-        is_other = self._values.setdefault(expression, repr(value)) != repr(value)
+        text = repr(value)
+        is_other = self._values.setdefault(expression, text) != text
         if (is_left or is_other) and expression not in self._read:
             self._read[expression] = code_that_we_call()
 

@@ -85,17 +85,14 @@ class CarriedDecisions(CodeFlow):
         self._chosen_by |= {id(case.body): node.subject for case in node.cases}
         super().visit_Match(node)
 
-    def _branch(
-        self,
-        bodies: Sequence[Sequence[ast.stmt]],
-        deciding: frozenset[Place] = NOWHERE,
-        filled: frozenset[Place] = NOWHERE,
-    ) -> None:
+    def _deciding_in(
+        self, bodies: Sequence[Sequence[ast.stmt]], sources: frozenset[Place]
+    ) -> frozenset[Place]:
         """Note what decides which branch runs; not what the branches set, as where something begins."""
         test = next((self._chosen_by[id(each)] for each in bodies if id(each) in self._chosen_by), None)
         if test is not None and not _asks_for_object(test):
-            self._decide(test, deciding)
-        super()._branch(bodies, deciding, filled)
+            self._decide(test, sources)
+        return super()._deciding_in(bodies, sources)
 
     def visit_IfExp(self, node: ast.IfExp) -> Value:
         """Note what decides which value it is."""
