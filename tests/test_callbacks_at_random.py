@@ -1,16 +1,14 @@
 """Trainers with callbacks, and functions that an Elastic calls, at random: told of what own passes decide."""
 
 import random
-import warnings
 from textwrap import indent
 
 import pytest
 
 from .cases import mostly_long
-from .simulation import simulate
 from .test_decisions_at_random import VALUES
 from .test_state_at_random import HOLDERS
-from .written_code import imported
+from .written_code import imported, ran
 
 IN_LOSSES = [
     "loss = loss * (1 + 0.1 * {})",
@@ -151,13 +149,8 @@ def test_what_depends_on_a_workers_own_passes_is_told_of(seed, tmp_path):
     module = imported(code, tmp_path / f"callbacks_{seed}.py")
     digests = set()
     for num_workers in (1, 2, 3):
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            outcomes = simulate(
-                lambda job, run=num_workers: module.program(job, tmp_path / str(run)), num_workers
-            )
-        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-        digests |= {outcome.value for outcome in outcomes}
-        found = [str(each.message) for each in told] + list(map(str, errors))
-        assert bool(found) == depends, f"{num_workers} workers\n{code}\n{found}"
+        run_dir = tmp_path / str(num_workers)
+        found = ran(lambda job, run_dir=run_dir: module.program(job, run_dir), num_workers)
+        digests |= found.values
+        assert bool(found.told) == depends, f"{num_workers} workers\n{code}\n{found.told}"
     assert depends or len(digests) == 1

@@ -1,7 +1,6 @@
 """Programs that draw random numbers, at random: they are told of it if the weights depend on the workers."""
 
 import random
-import warnings
 from textwrap import indent
 
 import numpy as np
@@ -9,8 +8,7 @@ import pytest
 import torch
 
 from .cases import mostly_long
-from .simulation import simulate
-from .written_code import imported
+from .written_code import imported, ran
 
 GENERATORS = [
     ("", "torch.rand(()).item()", "torch.randn_like({})", "torch.manual_seed({})"),
@@ -205,12 +203,9 @@ def test_draws_on_which_the_weights_depend_are_told_of(seed, tmp_path):
     program = in_a_fresh_process(imported(code, tmp_path / f"draws_{seed}.py").program)
     digests, told = set(), {}
     for num_workers in (1, 2, 3):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            outcomes = simulate(program, num_workers)
-        digests |= {outcome.value for outcome in outcomes}
-        errors = [str(outcome.error) for outcome in outcomes if outcome.error is not None]
-        told[num_workers] = [str(each.message) for each in caught] + errors
+        found = ran(program, num_workers)
+        digests |= found.values
+        told[num_workers] = found.told
     depends = digests == {None} or len(digests) > 1  # or all workers have raised an error
     for num_workers in (2, 3):
         assert bool(told[num_workers]) == depends, f"{num_workers} workers\n{code}\n{told}"

@@ -1,7 +1,6 @@
 """Programs that edit model, gradients or optimizer at any moment: they take the same steps, or are told."""
 
 import random
-import warnings
 from textwrap import indent
 
 import pytest
@@ -9,8 +8,7 @@ import pytest
 import samestep
 
 from .cases import mostly_long
-from .simulation import simulate
-from .written_code import imported
+from .written_code import imported, ran
 
 EDITS = [
     *("optimizer.zero_grad()", "model.zero_grad()", "optimizer.zero_grad(set_to_none=False)"),
@@ -138,12 +136,10 @@ def test_weights_do_not_depend_on_the_workers_unless_it_is_told(seed, tmp_path):
     module = imported(code, tmp_path / f"edits_{seed}.py")
     digests, told = set(), []
     for num_workers in (1, 2, 3):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            outcomes = simulate(module.program, num_workers)
-        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-        assert all(isinstance(error, samestep.Error) for error in errors), f"{errors}\n{code}"
-        assert len(errors) in (0, num_workers), f"{errors}\n{code}"
-        digests |= {outcome.value for outcome in outcomes}
-        told.append(bool(caught or errors))
+        found = ran(module.program, num_workers)
+        are_named = all(isinstance(error, samestep.Error) for error in found.errors)
+        assert are_named, f"{found.errors}\n{code}"
+        assert len(found.errors) in (0, num_workers), f"{found.errors}\n{code}"
+        digests |= found.values
+        told.append(bool(found.told))
     assert len(digests) == 1 or all(told), code

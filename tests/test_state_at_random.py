@@ -2,14 +2,12 @@
 
 import random
 import re
-import warnings
 from textwrap import indent
 
 import pytest
 
 from .cases import mostly_long
-from .simulation import simulate
-from .written_code import imported
+from .written_code import imported, ran
 
 OBJECT = """class Box:
     def __init__(self, value):
@@ -298,11 +296,7 @@ def test_what_passes_carry_on_is_told_of_on_any_number_of_workers(seed, tmp_path
     module = imported(code, tmp_path / f"state_{seed}.py")
     digests = set()
     for num_workers in (1, 2, 3):
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            outcomes = simulate(module.program, num_workers)
-        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-        digests |= {outcome.value for outcome in outcomes}
-        found = [str(each.message) for each in told] + list(map(str, errors))
-        assert bool(found) != is_set_anew, f"{num_workers} workers\n{code}\n{found}"
+        found = ran(module.program, num_workers)
+        digests |= found.values
+        assert bool(found.told) != is_set_anew, f"{num_workers} workers\n{code}\n{found.told}"
     assert len(digests) == 1 or not is_set_anew
