@@ -29,11 +29,12 @@ class Program:
 
     num_towers = 7
     steps = 2
+    buffers = None  # their policies
 
     def __init__(self, job):
         torch.manual_seed(0)
         self.model = self.build()
-        towers = Towers(self.model, self.num_towers, job=job)
+        towers = Towers(self.model, self.num_towers, job=job, buffers=self.buffers)
         optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
         for step in range(self.steps):
             for tower in towers(self.batch(step)):

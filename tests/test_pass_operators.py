@@ -1,10 +1,12 @@
 """Passes that compute their losses in another way than others without having read what differs: a warning."""
 
 import functools
+import importlib
 import os
 import random
 import sys
 import time
+import types
 import warnings
 
 import numpy as np
@@ -155,6 +157,20 @@ class ShufflingPythons(SeedingPythons):
         return Program.loss(self, x[:, order], y)
 
 
+class EveryOtherAgain(EveryOther):
+    """Another forward, which updates the statistics of batch norm once more."""
+
+    def build(self):
+        super().build()
+        return net_with_batch_norm()
+
+    def loss(self, x, y):
+        loss = Program.loss(self, x, y)
+        if self.calls() % 3 == 2:
+            self.model(x)
+        return loss
+
+
 class LoggedFirst(Weighted):
     """Reads the loss, but only after it was computed."""
 
@@ -201,6 +217,27 @@ def test_what_a_pass_computes_by_itself_is_told_of_once_on_each_worker(program, 
     found = [each for each in told if ANOTHER_WAY in each]
     assert len(found) == num_workers
     assert all("in test_pass_operators.py, line " in each for each in found)
+
+
+def test_another_forward_of_batch_norm_in_some_passes_is_told_of():
+    told, _ = warnings_of(EveryOtherAgain, 1)
+    assert len(told) == 1
+    assert told[0].startswith(
+        "step 0, tower 2: its buffers were computed in another way than those of tower 0, from "
+        "aten.add_(1) in test_pass_operators.py, line "
+    )
+
+
+def test_what_an_import_reads_is_not_read_by_the_pass(tmp_path, monkeypatch):
+    (tmp_path / "imported_by_a_pass.py").write_text("import torch\ntorch.zeros(1).tolist()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    reads = Reads()
+    reads.start(is_known=True)
+    importlib.import_module("imported_by_a_pass")
+    was_found = reads.found
+    torch.zeros(1).tolist()
+    reads.stop()
+    assert (was_found, reads.found) == (False, True)
 
 
 def test_a_warning_names_the_number_and_the_line():
@@ -259,6 +296,24 @@ class GradientsByRank(ByRank):
         return F.cross_entropy(outputs, y)
 
 
+def net_with_batch_norm():
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+class AgainOnOneWorker(ByRank):
+    """Another forward, for a log, which updates the statistics of batch norm once more."""
+
+    def build(self):
+        return net_with_batch_norm()
+
+    def loss(self, x, y):
+        loss = Program.loss(self, x, y)
+        if self.rank == 0:
+            with torch.no_grad():
+                self.model(x)
+        return loss
+
+
 class SeededByRank(ByRank):
     """One generator for all passes of a worker."""
 
@@ -288,7 +343,11 @@ class HookForTheLog(ByRank):
 
 @pytest.mark.parametrize("num_workers", mostly_long([2, 7], 1))
 @pytest.mark.parametrize(
-    ("program", "what"), [(ByRank, "loss"), (HookOnOneWorker, "loss"), (GradientsByRank, "gradients")]
+    ("program", "what"),
+    [
+        *((ByRank, "loss"), (HookOnOneWorker, "loss"), (GradientsByRank, "gradients")),
+        (AgainOnOneWorker, "buffers"),
+    ],
 )
 def test_what_a_worker_computes_by_itself_is_told_of_once_on_each(program, what, num_workers):
     told, _ = warnings_of(program, num_workers)
@@ -357,6 +416,36 @@ class BestOfThree(Program):
 class BestOfThreeGoesOn(BestOfThree):
     def loss(self, x, y):
         return super().loss(x, y) + self.model(x).square().mean()
+
+
+class AgainByRows(Program):
+    """Another forward of batch norm."""
+
+    def build(self):
+        return net_with_batch_norm()
+
+    def loss(self, x, y):
+        outputs = self.model(x)
+        if outputs.sum() > 0:
+            self.model(x)
+        return F.cross_entropy(outputs, y)
+
+
+class BufferByRows(Program):
+    """Puts one of two tensors, both computed, in a buffer's place."""
+
+    buffers = types.MappingProxyType({"center": "mean"})
+
+    def build(self):
+        model = net()
+        model.register_buffer("center", torch.zeros(3))
+        return model
+
+    def loss(self, x, y):
+        outputs = self.model(x)
+        least, most = outputs.detach().amin(0), outputs.detach().amax(0)
+        self.model.center = least if x.sum() > 0 else most
+        return F.cross_entropy(outputs, y)
 
 
 class BySize(Program):
@@ -594,7 +683,7 @@ class Packed(Program):
         ),
         *(CachedFromWeights, Scratch, Logging, Labels, InNumPy, Packed, Jagged),
         pytest.param(Nested, marks=IN_PROTOTYPE),
-        *(SeededByIndex, SeededAlike, Recomputing),
+        *(SeededByIndex, SeededAlike, Recomputing, AgainByRows, BufferByRows),
     ],
 )
 def test_what_a_pass_may_choose_by_gives_no_warning(program):

@@ -18,6 +18,7 @@ from samestep.watching.model.outside_nets import OutsideNets
 from samestep.watching.model.own_generators import OwnGenerators, is_generator
 from samestep.watching.model.own_numbers import OwnNumbers
 from samestep.watching.model.watched_tensors import WatchedTensors
+from samestep.watching.operators.operator_calls import tensors_in
 from samestep.watching.passes.flow import FlowWatch
 from samestep.watching.program.code_flow import CodeFlow
 from samestep.watching.program.reach import in_reach
@@ -82,6 +83,7 @@ class Watch:
             self.modes = Modes(self._model)
             self.numbers = OwnNumbers(self._model)
             self.outside = OutsideNets(self._model, self.modes, self.numbers)
+        self._shared = shared
         self.tensors.look_at(self._model, fixed, shared)
         trained = {id(parameter) for parameter in self._model.parameters() if parameter.requires_grad}
         self._new = (trained | {buffer.name for buffer in shared}) - self._known
@@ -153,9 +155,10 @@ class Watch:
         self.flow.start_pass(tower, num_rows, rows, shared, self._forwards, is_comparable=is_comparable)
 
     def note_losses(self, losses: Iterable[Any]) -> None:
-        """Note the losses that a program passes in, or outputs, in a step whose values are followed."""
+        """Note a pass's losses or outputs, and its buffers, in a step whose values are followed."""
         if self.follows:
             self.flow.operators.note_losses(losses)
+            self.flow.operators.note_buffers(tensors_in(buffer.get() for buffer in self._shared))
 
     def form_of(self, loss: Any, count: Any = None) -> LossForm | None:
         """Return what a loss, its sums by name, or a sum with a count are made of, if the step `follows`."""

@@ -10,7 +10,7 @@ and so on the number of workers.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -34,10 +34,11 @@ _ALIKE = (
     "both have rows of the same shapes, and both passes had read the same values of tensors in Python, and "
     "neither tower.index nor random numbers of the tower's own seed"
 )
-_THAT = {"loss": "that", "gradients": "those"}
+_THAT = {"loss": "that", "gradients": "those", "buffers": "those"}
 _IN_ANOTHER_WAY = {
     "loss": "loss was computed in another way than that",
     "gradients": "gradients were computed in another way than those",
+    "buffers": "buffers were computed in another way than those",
 }
 _MOST_KINDS = 16  # of outcomes that are kept in a step
 _PLAIN = (int, float, str, type(None), torch.dtype)
@@ -51,9 +52,9 @@ class _Operator(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """A pass's loss, or its gradients: the number of the result, and the pass's operators by results."""
+    """A pass's loss, gradients or buffers: the number of the result, and the pass's operators by results."""
 
-    what: str  # "loss", or "gradients": the same for all of a pass together
+    what: str  # "loss"; or, for all of a pass together, "gradients" or "buffers"
     tower: int
     number: int
     operators: Mapping[int, _Operator]  # in order
@@ -81,8 +82,8 @@ class Outcome(NamedTuple):
 
 
 Outcomes: TypeAlias = Mapping[tuple[Any, ...], Outcome]
-"""A worker's losses and gradients by kind: the shapes and dtypes of a tower's rows, a hash of the values that
-the pass has read, and the place among several losses, or "gradients"."""
+"""A worker's outcomes by kind: the shapes and dtypes of a tower's rows, a hash of the values that the pass
+has read, and the place among several losses, or "gradients" or "buffers"."""
 
 
 class PassOperators:
@@ -119,6 +120,7 @@ class PassOperators:
         if self._is_followed:
             self._tower, self._values_read = tower, 0
             self._newest, self._values_before = range(0), 0
+            self._values_before_write = 0  # read before the last write to one of the model's tensors
             with self._reads.ignored():
                 self._own_seed = torch.default_generator.initial_seed()
             self._kind = tuple((tensor.shape, tensor.dtype) for tensor in rows)
@@ -138,8 +140,7 @@ class PassOperators:
         if not self._is_followed:
             return
         self._reads.found |= _may_read_anything(call)
-        taken = [] if call.kind.takes_shapes_only else map(storage_of, call.given)
-        if self._reads.found or not (call.kind.is_random or any(each in self._results for each in taken)):
+        if self._reads.found or not self._is_of_pass(call):
             return
         self._overwritten = set(map(storage_of, call.written)) if call.overwrites else set()
         # Rows that are looked up count as rows: their values are not compared.
@@ -151,6 +152,12 @@ class PassOperators:
             name = str(call.func).replace("_.", ".")
             self._number = zlib.crc32(repr((name, described, self._seed)).encode())
 
+    def _is_of_pass(self, call: Call) -> bool:
+        """Say whether an operator draws, takes what the pass has computed, or changes the model's buffers."""
+        taken = () if call.kind.takes_shapes_only else map(storage_of, call.given)
+        is_of_pass = call.kind.is_random or any(each in self._results for each in taken)
+        return is_of_pass or any(storage_of(each) in self._shared for each in call.written)
+
     def finish(self, call: Call, result: Any) -> None:
         """Note what the operator has computed."""
         if not self._is_followed:
@@ -159,22 +166,28 @@ class PassOperators:
             seen = [tuple(each.shape) for each in tensors_in((result,))] or result
             self._values_read = zlib.crc32(repr(seen).encode(), self._values_read)
         storages = set(map(storage_of, call.given))
-        made = [*call.written, *(each for each in tensors_in((result,)) if storage_of(each) not in storages)]
-        for tensor in call.written:
+        written = [*call.written, *_statistics_written(call)]
+        made = [*written, *(each for each in tensors_in((result,)) if storage_of(each) not in storages)]
+        for tensor in written:
             self._empty.pop(storage_of(tensor), None)
         if self._number is not None:
-            operator, results = self._operator(call), list(filter(storage_of, made))
-            for index, tensor in enumerate(results):
-                self._operators[self._number + index] = operator
-                self._results[storage_of(tensor)] = self._number + index, keep_address(tensor)
-            if _may_be_loss(call, results):
-                self._newest = range(self._number, self._number + len(results))
-                self._values_before = self._values_read
+            self._note_results(call, self._number, list(filter(storage_of, made)))
         elif self._reads.found:
             for tensor in call.written:
                 self._results.pop(storage_of(tensor), None)
         elif str(call.func).startswith(("aten.empty", "aten.new_empty")):
             self._empty.update((storage_of(each), keep_address(each)) for each in filter(storage_of, made))
+
+    def _note_results(self, call: Call, number: int, results: Sequence[Tensor]) -> None:
+        operator = self._operator(call)
+        if any(storage_of(tensor) in self._shared for tensor in results):
+            self._values_before_write = self._values_read
+        for index, tensor in enumerate(results):
+            self._operators[number + index] = operator
+            self._results[storage_of(tensor)] = number + index, keep_address(tensor)
+        if _may_be_loss(call, results):
+            self._newest = range(number, number + len(results))
+            self._values_before = self._values_read
 
     def _operator(self, call: Call) -> _Operator:
         numbers = [f"{each:.6g}" for each in call.values if type(each) in (int, float)]
@@ -226,13 +239,25 @@ class PassOperators:
 
     def note_gradients(self, gradients: Iterable[Tensor]) -> None:
         """Note the gradients that the pass's backward has left."""
-        if not self._is_followed or self._reads.found or not self._reads.is_complete():
+        if self._is_followed:
+            self._note_together("gradients", gradients, self._values_read)
+
+    def note_buffers(self, buffers: Iterable[Tensor]) -> None:
+        """Note what the pass's forward has written to the model's buffers, which all workers share."""
+        if self._is_followed:
+            found = list(buffers)
+            are_same = all(storage_of(each) in self._shared for each in found)
+            # Another tensor in a buffer's place may have been chosen by what was read after it was computed.
+            values = self._values_before_write if are_same else self._values_read
+            self._note_together("buffers", found, values)
+
+    def _note_together(self, what: str, tensors: Iterable[Tensor], values: int) -> None:
+        if self._reads.found or not self._reads.is_complete():
             return
-        found = [self._results[each][0] for each in map(storage_of, gradients) if each in self._results]
+        found = [self._results[each][0] for each in map(storage_of, tensors) if each in self._results]
         number = zlib.crc32(repr(found).encode())
-        self._operators[number] = _Operator(found, "the gradients")
-        own = Outcome("gradients", self._tower, number, self._operators)
-        self._compare(own, (self._kind, self._values_read, own.what))
+        self._operators[number] = _Operator(found, f"the {what}")
+        self._compare(Outcome(what, self._tower, number, self._operators), (self._kind, values, what))
 
     def _compare(self, own: Outcome, kind: tuple[Any, ...]) -> None:
         """Compare the pass's outcome with the first one of its kind, or keep it if it is the first."""
@@ -290,6 +315,12 @@ def _may_read_anything(call: Call) -> bool:
     if not isinstance(call.func, OpOverload) or call.func.overloadpacket.__name__ in _UNTAGGED:
         return True
     return any(each.layout is not torch.strided for each in call.given)
+
+
+def _statistics_written(call: Call) -> Iterator[Tensor]:
+    """Yield the running statistics that batch norm writes to, which its operators' schemas do not say."""
+    if call.name.endswith("batch_norm") and any(call.args[5:6]):  # in training
+        yield from tensors_in(call.args[3:5])
 
 
 def _may_be_loss(call: Call, results: Iterable[Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ _SETS = {"seed", "setstate"}  # of Python's generator: what follows depends on w
 _KNOWN = {"torch", "numpy", *sys.stdlib_module_names}
 _MOST_METHODS = 4096  # whose kind is cached
 _COMPILED = "_empty_strided"  # begins the names of functions that allocate in compiled code
+_IMPORTING = "<frozen importlib._bootstrap>"  # the file of functions that import a module
 _methods: tuple[Any, ...] = (random.random, np.random.rand)
 _PYTHON, _NUMPY = (method.__self__ for method in _methods)
 
@@ -33,7 +35,8 @@ class Reads:
     """Whether this pass has read values of tensors, random numbers, or the tower's index.
 
     Operators show most reads of tensors. Others, such as `Tensor.tolist`, are seen as calls of C functions,
-    by Python's hook for profilers. Functions of other extensions, and compiled code, may read anything. Once
+    by Python's hook for profilers. Functions of other extensions, and compiled code, may read anything,
+    except in modules that are imported during the pass, as parts of torch are when they are first used. Once
     the pass has seeded Python's generator, its random numbers are no longer the tower's.
 
     Attributes:
@@ -58,6 +61,7 @@ class Reads:
         self._has_hooked = not self.found
         if self._has_hooked:
             self._numpy = state_of(_NUMPY)
+            self._num_imports = _num_imports(inspect.currentframe())
         self.resume()
 
     def resume(self) -> None:
@@ -102,7 +106,16 @@ class Reads:
             self._has_seeded |= function.__name__ in _SETS
             self.found = not self._has_seeded
         else:
-            self.found = _reads(function)
+            self.found = _reads(function) and _num_imports(frame) == self._num_imports
+
+
+def _num_imports(frame: FrameType | None) -> int:
+    """Count the functions of imports on the stack from this frame on."""
+    found = 0
+    while frame is not None:
+        found += frame.f_code.co_filename == _IMPORTING
+        frame = frame.f_back
+    return found
 
 
 def _reads(function: Any) -> bool:
