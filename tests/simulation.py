@@ -313,6 +313,9 @@ class Worker:
                 self.outcome.error = error
                 let_go(error)
 
+    # Without source, because the first step's checks would follow each program here, and again where it runs.
+    _run.__code__ = _run.__code__.replace(co_filename="<the thread of a simulated worker>")
+
     @property
     def is_ready(self) -> bool:
         return self.is_running and (self.world.time >= self.deadline or self.condition())

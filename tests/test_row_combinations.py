@@ -277,6 +277,7 @@ OVER_TIME = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize("program", OVER_TIME)
 def test_batches_that_are_cut_along_time_are_told_of(program, num_workers):
