@@ -2,6 +2,7 @@
 another tower's loss, or weights; otherwise the digest is the same."""
 
 import copy
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -96,6 +97,23 @@ class RunningMeanInPlace(Program):
         center = self.keep("center", lambda: torch.zeros(3))
         loss = F.cross_entropy(z - center, y)
         center.mul_(0.9).add_(z.detach().mean(0), alpha=0.1)
+        return loss
+
+
+class RunningMeanInBuffer(RunningMean):
+    """In a buffer that passes do not share."""
+
+    buffers = types.MappingProxyType({"center": "ignore"})
+
+    def build(self):
+        model = net()
+        model.register_buffer("center", torch.zeros(3))
+        return model
+
+    def loss(self, x, y):
+        z = self.model(x)
+        loss = F.cross_entropy(z - self.model.center, y)
+        self.model.center.lerp_(z.detach().mean(0), 0.1)
         return loss
 
 
@@ -289,6 +307,7 @@ class GradientsThatAddUp(Program):
         HiddenState,
         RunningMean,
         RunningMeanInPlace,
+        RunningMeanInBuffer,
         MemoryBank,
         MemoryOfLabels,
         Histogram,

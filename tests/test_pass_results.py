@@ -73,6 +73,14 @@ def best_model(job):
     assert kept is not None
 
 
+def begun_anew(job):
+    """A layer, when the losses seem to be too high."""
+    model, towers, optimizer = made(job)
+    for epoch in range(2):
+        if epoch_of(model, towers, optimizer, epoch) > 1e3:
+            model[0].reset_parameters()
+
+
 def saved(job, path):
     model, towers, optimizer = made(job)
     state = {"best": math.inf}
@@ -1050,6 +1058,7 @@ def clipped_by_random_numbers(job):
 WRONG = {
     best_weights: "whether Sequential.state_dict runs",
     best_model: "whether copy.deepcopy runs",
+    begun_anew: "whether Linear.reset_parameters runs",
     saved: "whether torch.save runs",
     early_end: "the end of the loop over steps",
     early_return: "the end of the loop over steps",

@@ -83,7 +83,7 @@ class Watch:
             self.modes = Modes(self._model)
             self.numbers = OwnNumbers(self._model)
             self.outside = OutsideNets(self._model, self.modes, self.numbers)
-        self._shared = shared
+        self._fixed, self._shared = fixed, shared
         self.tensors.look_at(self._model, fixed, shared)
         trained = {id(parameter) for parameter in self._model.parameters() if parameter.requires_grad}
         self._new = (trained | {buffer.name for buffer in shared}) - self._known
@@ -150,7 +150,9 @@ class Watch:
 
     def follow(self, tower: int, num_rows: int, rows: Iterable[Tensor], *, is_comparable: bool) -> None:
         """Follow the values of a tower's rows in a step that `follows`; see `FlowWatch.start_pass`."""
-        shared = [*self._model.parameters(), *self._model.buffers()]
+        # Buffers with the policy "ignore" are state like any other: what one pass leaves, another one finds.
+        buffers = tensors_in(buffer.get() for buffer in (*self._fixed, *self._shared))
+        shared = [*self._model.parameters(), *buffers]
         is_comparable = is_comparable and not self.outside.is_compiled
         self.flow.start_pass(tower, num_rows, rows, shared, self._forwards, is_comparable=is_comparable)
 

@@ -50,7 +50,7 @@ def not_followed() -> Iterator[None]:
 _INSTEAD_OF_KEPT = (
     "a hidden state, a running mean, a memory of samples, a mask or the like, which with another number of "
     "workers would come from other towers; reset it in each pass, update it after average() from the whole "
-    "batch, or keep it in a buffer with a policy, Towers(..., buffers={pattern: policy})"
+    "batch, or keep it in a buffer with the policy 'mean' or 'first', Towers(..., buffers={pattern: policy})"
 )
 
 

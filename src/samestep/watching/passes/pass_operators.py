@@ -126,6 +126,7 @@ class PassOperators:
             self._kind = tuple((tensor.shape, tensor.dtype) for tensor in rows)
             each = enumerate(shared)
             self._shared = {storage_of(tensor): (number, keep_address(tensor)) for number, tensor in each}
+            self._of_rows = set(map(storage_of, rows))  # what was computed from them, or from random numbers
             for number, tensor in enumerate(rows):
                 self._results[storage_of(tensor)] = number, keep_address(tensor)
 
@@ -162,7 +163,7 @@ class PassOperators:
         """Note what the operator has computed."""
         if not self._is_followed:
             return
-        if not self._reads.found and _reads_values(call):
+        if not self._reads.found and _reads_values(call) and not all(map(self._is_of_model, call.given)):
             seen = [tuple(each.shape) for each in tensors_in((result,))] or result
             self._values_read = zlib.crc32(repr(seen).encode(), self._values_read)
         storages = set(map(storage_of, call.given))
@@ -180,6 +181,8 @@ class PassOperators:
 
     def _note_results(self, call: Call, number: int, results: Sequence[Tensor]) -> None:
         operator = self._operator(call)
+        if call.kind.is_random or any(storage_of(each) in self._of_rows for each in call.given):
+            self._of_rows.update(map(storage_of, results))
         if any(storage_of(tensor) in self._shared for tensor in results):
             self._values_before_write = self._values_read
         for index, tensor in enumerate(results):
@@ -188,6 +191,11 @@ class PassOperators:
         if _may_be_loss(call, results):
             self._newest = range(number, number + len(results))
             self._values_before = self._values_read
+
+    def _is_of_model(self, tensor: Tensor) -> bool:
+        """Say whether a tensor's values are the model's, or computed from these alone: no pass has others."""
+        storage = storage_of(tensor)
+        return storage not in self._of_rows and (storage in self._results or storage in self._shared)
 
     def _operator(self, call: Call) -> _Operator:
         numbers = [f"{each:.6g}" for each in call.values if type(each) in (int, float)]
