@@ -325,6 +325,18 @@ def a_hook_that_comes_later(job):
     train(model, job, after=after)
 
 
+@refused(UsageError, "0.weight", "post-accumulate")
+def a_hook_that_each_pass_registers_and_removes(job):
+    model = net()
+    towers = Towers(model, 4, job=job)
+    for tower in towers(batch_of(0)):
+        loss = loss_of(model, tower.batch)
+        hook = model[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.01, 0.01))
+        tower.backward(loss)
+        hook.remove()
+    towers.average()
+
+
 # ---- parameters that nobody averages -----------------------------------------------------------------
 
 

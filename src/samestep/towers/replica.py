@@ -127,11 +127,15 @@ class Replica:
         if self._has_changed() or not self.buffers.are_current:
             self.model.zero_grad()  # a parameter that was frozen must not keep its last gradient
             self._look_at_model()
-        self._check_hooks(warns=self.job.is_first)
+        self.check_hooks()
         plan = self._plans.get(kind)
         if plan is None:
             plan = self._make_plan(kind)
         return plan
+
+    def check_hooks(self) -> None:
+        """Refuse hooks that would see partial sums: before a step, and in each pass, which may add one."""
+        self._hook_check(warns=self.job.is_first)
 
     def _make_plan(self, kind: Kind) -> Plan:
         if len(self._plans) > _MOST_PLANS:
@@ -208,7 +212,7 @@ class Replica:
         sparse = {*self._listed_sparse, *find_sparse(self.model, ())}
         self._layers = tuple((n or "(model)", type(m).__name__) for n, m in self.model.named_modules())
         self._layouts = tuple(self._lay_out(name, p, name in sparse) for name, p in named.items())
-        self._check_hooks = HookCheck(list(named), self.parameters)
+        self._hook_check = HookCheck(list(named), self.parameters)
         self.buffers = ModelBuffers(self.model, self.settings.statistics, self.settings.buffers, self.job)
         self.watch.look_at_model(self.buffers.fixed, self.buffers.shared)
         self._plans = {}

@@ -299,6 +299,7 @@ class StepRun:
         is_last = tower._index == last
         with self._failing_together():
             self.watch.check_pass(who, loss.total, is_outer=is_last or tower._index == first)
+            self._replica.check_hooks()
             counters, moments = self._buffers.counters(), self._buffers.moments(tower._index, tower.rows)
         self._scalars[tower._index] = TowerScalars(loss.count, loss.sums, counters, moments)
         if is_last:
@@ -341,8 +342,7 @@ class StepRun:
         buffers, like = self.plan.buffers, torch.zeros(0, dtype=torch.float64, device=self.job.device)
         sizes = (self.plan.num_sums, buffers.num_counters, buffers.num_moments)
         for tower in self.own_towers:
-            if tower not in self._scalars:
-                self._scalars[tower] = TowerScalars(0.0, *map(like.new_zeros, sizes))
+            self._scalars.setdefault(tower, TowerScalars(0.0, *map(like.new_zeros, sizes)))
         self.exchange.start([self._scalars[tower] for tower in self.own_towers])
 
     def check_complete(self) -> None:

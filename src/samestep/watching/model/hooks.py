@@ -19,7 +19,7 @@ _Hooks = tuple[Mapping[int, Any] | None, Mapping[int, Any] | None]
 
 
 class HookCheck:
-    """Looks at the hooks of the parameters before each step, if any hook was registered since."""
+    """Looks at the hooks of the parameters, if any hook was registered since it looked last."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         self._names = names
