@@ -154,6 +154,22 @@ def take_turns(model, towers, optimizer):
         (head if step % 2 else optimizer).step()
 
 
+def adversaries(model, towers, optimizer):
+    """Two models, of which one's step leaves gradients on the other."""
+    critic = torch.nn.Linear(3, 1)
+    towers, of_critic = Towers(model, 3, job=towers.job, also=critic), Towers(critic, 3, job=towers.job)
+    of_critics = SGD(critic.parameters(), 0.1)
+    for step in range(3):
+        for tower in of_critic(batch_of(step)):
+            tower.backward(critic(model(tower.batch["x"]).detach()).mean())
+        of_critic.average()
+        of_critics.step()
+        for tower in towers(batch_of(step)):
+            tower.backward(-critic(model(tower.batch["x"])).mean())
+        towers.average()
+        optimizer.step()
+
+
 def train_without_towers_before(model, towers, optimizer):
     for step in range(2):
         optimizer.zero_grad()
@@ -177,6 +193,7 @@ APART = [
     combine_two_tasks,
     search_along_a_line,
     take_turns,
+    adversaries,
     train_without_towers_before,
 ]
 

@@ -5,10 +5,8 @@ from textwrap import indent
 
 import pytest
 
-import samestep
-
 from .cases import mostly_long
-from .written_code import imported, ran
+from .written_code import check_told
 
 EDITS = [
     *("optimizer.zero_grad()", "model.zero_grad()", "optimizer.zero_grad(set_to_none=False)"),
@@ -132,14 +130,4 @@ def written(seed):
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", mostly_long(range(300), 6))
 def test_weights_do_not_depend_on_the_workers_unless_it_is_told(seed, tmp_path):
-    code = written(seed)
-    module = imported(code, tmp_path / f"edits_{seed}.py")
-    digests, told = set(), []
-    for num_workers in (1, 2, 3):
-        found = ran(module.program, num_workers)
-        are_named = all(isinstance(error, samestep.Error) for error in found.errors)
-        assert are_named, f"{found.errors}\n{code}"
-        assert len(found.errors) in (0, num_workers), f"{found.errors}\n{code}"
-        digests |= found.values
-        told.append(bool(found.told))
-    assert len(digests) == 1 or all(told), code
+    check_told(written(seed), tmp_path / f"edits_{seed}.py", is_seen_alone=True)

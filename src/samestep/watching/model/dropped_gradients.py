@@ -57,9 +57,15 @@ class DroppedGradients:
         self._used.clear()
 
     def _are_wanted(self, unused: Sequence[Tensor]) -> bool:
-        """Whether these gradients have values by which the program has not changed the weights itself."""
+        """Whether these gradients have values by which the program has not changed the weights itself.
+
+        Averages of which an optimizer has used another part are not wanted, such as those that the step of a
+        generator leaves on its discriminator.
+        """
         are_averages = all(grad in self._averaged for grad in unused)
-        return _any(unused) and _are_finite(unused) and not (are_averages and self._tensors.have_changed())
+        are_rests = any(each._used and all(grad in each._averaged for grad in unused) for each in _watched)
+        is_used = are_rests or (are_averages and self._tensors.have_changed())
+        return _any(unused) and _are_finite(unused) and not is_used
 
     def note_average(self, parameters: Sequence[Tensor]) -> None:
         """Note the gradients that `average` has set."""
@@ -114,6 +120,9 @@ class _Gradients:
     def clear(self) -> None:
         """Forget them."""
         self._held.clear()
+
+    def __len__(self) -> int:
+        return len(self._held)
 
     def __contains__(self, gradient: Tensor) -> bool:
         return id(gradient) in self._held
