@@ -9,7 +9,7 @@ that Python reads from another pass's tensors, it also shows whether the loss is
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from types import CodeType, FunctionType
 from typing import Any, TypeAlias
 
@@ -222,8 +222,9 @@ class _Code:
     def _visit(self, code: CodeType) -> None:
         """Visit a function, after the loop; if it is a method, that of the first object that is found."""
         self._run.add(code)
-        found = [value for _, value in self._search(partial(_runs, code))]
-        methods = ((_method_of(code, type(value)), value) for value in found)
+        method_of: Callable[[type], FunctionType | None] = cache(partial(_method_of, code))
+        found = [value for _, value in self._search(partial(_runs, code, method_of))]
+        methods = ((method_of(type(value)), value) for value in found)
         method, of = next((each for each in methods if each[0] is not None), (None, None))
         if method is not None:
             self._turn.run_function(method, [Value.of(of, "self")])
@@ -259,11 +260,11 @@ def rounded(number: float, dtype: torch.dtype) -> float:
     return torch.tensor(number, dtype=dtype).item()
 
 
-def _runs(code: CodeType, value: Any) -> bool:
+def _runs(code: CodeType, method_of: Callable[[type], FunctionType | None], value: Any) -> bool:
     """Say whether code is that of a function, or of a method of an object."""
     if type(value) is FunctionType:
         return value.__code__ is code
-    return _method_of(code, type(value)) is not None
+    return method_of(type(value)) is not None
 
 
 def _method_of(code: CodeType, kind: type) -> FunctionType | None:
