@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import samestep
+from samestep import Towers
 from samestep.watching.operators.operator_calls import Call
 from samestep.watching.operators.origins import storage_of
 from samestep.watching.passes.pass_operators import PassOperators
@@ -314,6 +316,21 @@ class AgainOnOneWorker(ByRank):
         return loss
 
 
+class OutputsByRank(ByRank):
+    """For a loss of the whole batch."""
+
+    def __init__(self, job):
+        torch.manual_seed(0)
+        model = net()
+        towers = Towers(model, 7, job=job)
+        scale = 1 + job.rank / 100
+        towers.whole_batch(
+            self.batch(0), lambda part: model(part["x"]) * scale, lambda outputs, _: outputs.var(0).sum()
+        )
+        towers.average()
+        self.digest = samestep.digest(model)
+
+
 class SeededByRank(ByRank):
     """One generator for all passes of a worker."""
 
@@ -346,7 +363,7 @@ class HookForTheLog(ByRank):
     ("program", "what"),
     [
         *((ByRank, "loss"), (HookOnOneWorker, "loss"), (GradientsByRank, "gradients")),
-        (AgainOnOneWorker, "buffers"),
+        *((AgainOnOneWorker, "buffers"), (OutputsByRank, "outputs")),
     ],
 )
 def test_what_a_worker_computes_by_itself_is_told_of_once_on_each(program, what, num_workers):

@@ -81,6 +81,39 @@ def begun_anew(job):
             model[0].reset_parameters()
 
 
+def whole_batch_by_passes(job):
+    """A loss of all outputs, by a count of the forwards that this worker has run."""
+    model, towers, optimizer = made(job)
+    count = 0
+
+    def forward(batch):
+        nonlocal count
+        count += 1
+        return model(batch["x"])
+
+    for step in range(2):
+        towers.whole_batch(batch_of(step), forward, lambda outputs, _: outputs.square().mean() * 0.99**count)
+        towers.average()
+        optimizer.step()
+
+
+def whole_batch_step_by_passes(job):
+    """The same in a `Step`."""
+    _, towers, optimizer = made(job)
+    sums = []
+
+    def forward(model, batch):
+        sums.append(batch["x"].sum())
+        return model(batch["x"])
+
+    def loss(model, outputs, batch):
+        return outputs.square().mean() * len(sums)
+
+    step = Step(towers, loss, optimizer, forward=forward)
+    for number in range(2):
+        step(batch_of(number))
+
+
 def saved(job, path):
     model, towers, optimizer = made(job)
     state = {"best": math.inf}
@@ -1058,6 +1091,8 @@ def clipped_by_random_numbers(job):
 WRONG = {
     best_weights: "whether Sequential.state_dict runs",
     best_model: "whether copy.deepcopy runs",
+    whole_batch_by_passes: "the loss of the whole batch",
+    whole_batch_step_by_passes: "the loss of the whole batch",
     begun_anew: "whether Linear.reset_parameters runs",
     saved: "whether torch.save runs",
     early_end: "the end of the loop over steps",

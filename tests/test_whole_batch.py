@@ -697,3 +697,18 @@ def test_a_step_lets_go_of_its_functions():
     del rows, forward
     gc.collect()
     assert held() is None
+
+
+def test_a_loss_that_runs_backward_itself():
+    towers = Towers(TwoEncoders(), 4)
+
+    def loss(out, batch):
+        found = out["left"].square().sum()
+        found.backward()
+        return found
+
+    with pytest.raises(
+        UsageError, match=r"step 0: the graph of the loss of the whole batch is gone, as after"
+    ):
+        towers.whole_batch(batch_of(8), towers.model, loss)
+    run(towers, batch_of(8), info_nce)  # no step is open

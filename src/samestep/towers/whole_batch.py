@@ -144,13 +144,25 @@ def _differentiate(run: StepRun, own: dict[int, _Pass], batch: Any, loss: WholeL
         known = {id(tensor) for tensor in (*wanted, *run.parameters)}
         other_leaves = [leaf for leaf in run.leaves([scaled]) if id(leaf) not in known]
         with torch.autocast(run.job.device.type, enabled=False):
-            found = torch.autograd.grad(scaled, [*wanted, *run.parameters, *other_leaves], allow_unused=True)
+            found = _gradients_of(scaled, [*wanted, *run.parameters, *other_leaves], f"step {run.step}")
     for leaf, gradient in zip(other_leaves, found[len(found) - len(other_leaves) :], strict=True):
         if leaf.grad is None:  # otherwise the program has set the gradient itself
             leaf.grad = gradient
             note_outside_gradients([leaf])
     _store_gradients(own, run.parameters, wanted, found)
     return value.detach().reshape(())
+
+
+def _gradients_of(loss: Tensor, inputs: Sequence[Tensor], where: str) -> Sequence[Tensor | None]:
+    try:
+        return torch.autograd.grad(loss, inputs, allow_unused=True)
+    except RuntimeError as error:
+        if "a second time" not in str(error):
+            raise
+        raise UsageError(
+            f"{where}: the graph of the loss of the whole batch is gone, as after loss.backward(): return "
+            "the loss, and leave its gradient to whole_batch"
+        ) from error
 
 
 def _store_gradients(

@@ -277,6 +277,9 @@ class _Decisions(PassResults):
         if LEFT in sources:
             self._check("the loss of later passes", frozenset({PASSES}), self._line)
 
+    def _note_whole_loss(self, sources: frozenset[Place]) -> None:
+        self._check("the loss of the whole batch", sources, self._line)
+
     # ---- weights -------------------------------------------------------------------------------------
 
     def visit_Assign(self, node: ast.Assign) -> None:

@@ -156,10 +156,10 @@ class Watch:
         is_comparable = is_comparable and not self.outside.is_compiled
         self.flow.start_pass(tower, num_rows, rows, shared, self._forwards, is_comparable=is_comparable)
 
-    def note_losses(self, losses: Iterable[Any]) -> None:
+    def note_losses(self, losses: Iterable[Any], what: str = "loss") -> None:
         """Note a pass's losses or outputs, and its buffers, in a step whose values are followed."""
         if self.follows:
-            self.flow.operators.note_losses(losses)
+            self.flow.operators.note_losses(losses, what)
             self.flow.operators.note_buffers(tensors_in(buffer.get() for buffer in self._shared))
 
     def form_of(self, loss: Any, count: Any = None) -> LossForm | None:
@@ -210,6 +210,8 @@ class Watch:
 
     def check_outputs(self, who: str, outputs: Iterable[Tensor]) -> None:
         """Check the outputs of a pass for a whole-batch loss, in a step whose values are followed."""
+        outputs = list(outputs)
+        self.note_losses(outputs, "outputs")
         for tensor in outputs if self.follows else ():
             self.flow.check(who, tensor)
 

@@ -34,12 +34,6 @@ _ALIKE = (
     "both have rows of the same shapes, and both passes had read the same values of tensors in Python, and "
     "neither tower.index nor random numbers of the tower's own seed"
 )
-_THAT = {"loss": "that", "gradients": "those", "buffers": "those"}
-_IN_ANOTHER_WAY = {
-    "loss": "loss was computed in another way than that",
-    "gradients": "gradients were computed in another way than those",
-    "buffers": "buffers were computed in another way than those",
-}
 _MOST_KINDS = 16  # of outcomes that are kept in a step
 _PLAIN = (int, float, str, type(None), torch.dtype)
 
@@ -52,12 +46,22 @@ class _Operator(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """A pass's loss, gradients or buffers: the number of the result, and the pass's operators by results."""
+    """A result of a pass, such as its loss: the result's number, and the pass's operators by results."""
 
-    what: str  # "loss"; or, for all of a pass together, "gradients" or "buffers"
+    what: str  # "loss" or "outputs"; or, for all of a pass together, "gradients" or "buffers"
     tower: int
     number: int
     operators: Mapping[int, _Operator]  # in order
+
+    @property
+    def was(self) -> str:
+        """Return the verb for it."""
+        return "was" if self.what == "loss" else "were"
+
+    @property
+    def that(self) -> str:
+        """Return the pronoun for another one."""
+        return "that" if self.what == "loss" else "those"
 
     def first_unlike(self, other: Outcome) -> str:
         """Return the first operator that only one of the two depends on: this one, or the other."""
@@ -234,13 +238,13 @@ class PassOperators:
             self._values[key] = checksum_of_value(value), keep_address(value)
         return self._values[key][0], place[1]
 
-    def note_losses(self, losses: Iterable[Any]) -> None:
-        """Note the losses of the pass, or its outputs for a loss of the whole batch."""
+    def note_losses(self, losses: Iterable[Any], what: str = "loss") -> None:
+        """Note the losses of the pass, or its `"outputs"` for a loss of the whole batch."""
         if not (self._is_followed and self._reads.is_complete()):
             return
         for index, tensor in enumerate(each for each in losses if isinstance(each, Tensor)):
             if (storage := storage_of(tensor)) in self._results:
-                own = Outcome("loss", self._tower, self._results[storage][0], self._operators)
+                own = Outcome(what, self._tower, self._results[storage][0], self._operators)
                 # Values that were read after the newest loss, such as `loss.item()`, had no part in it.
                 values = self._values_before if own.number in self._newest else self._values_read
                 self._compare(own, (self._kind, values, index))
@@ -280,10 +284,10 @@ class PassOperators:
         if self._pair is not None and not (self.has_warned or self.is_explained):
             first, own = self._pair
             self._warn(
-                f"{who}: its {_IN_ANOTHER_WAY[own.what]} of tower {first.tower}, from "
-                f"{own.first_unlike(first)} on, although {_ALIKE}: this depends on what another pass has "
-                "left, such as a count of passes, or on the time, and so on the number of workers; compute "
-                "it from towers.step, tower.index or the rows, or before the loop"
+                f"{who}: its {own.what} {own.was} computed in another way than {own.that} of tower "
+                f"{first.tower}, from {own.first_unlike(first)} on, although {_ALIKE}: this depends on what "
+                "another pass has left, such as a count of passes, or on the time, and so on the number of "
+                "workers; compute it from towers.step, tower.index or the rows, or before the loop"
             )
 
     def check_workers(self, where: str, all_outcomes: Sequence[Outcomes]) -> None:
@@ -293,7 +297,7 @@ class PassOperators:
             (worker, own), (other, theirs) = found
             self._warn(
                 f"{where}: worker {other} computed the {own.what} of tower {theirs.tower} in another way "
-                f"than worker {worker} {_THAT[own.what]} of tower {own.tower}, from "
+                f"than worker {worker} {own.that} of tower {own.tower}, from "
                 f"{theirs.first_unlike(own)} on, although {_ALIKE}: it depends on the worker, as with its "
                 "rank, a hook or a setting that only one worker has, or the order of a set"
             )

@@ -30,6 +30,8 @@ __all__ = [
     "Value",
     "attribute_of",
     "is_buffer",
+    "is_method_of",
+    "is_object_of",
     "is_of_samestep",
     "join",
     "kind_of",
@@ -272,6 +274,18 @@ def kind_of(value: Value) -> type:
         case type() as kind:
             return kind
     return type(value.object)
+
+
+def is_object_of(name: str, value: Value) -> bool:
+    """Say whether a value is an object of samestep's class of this name."""
+    kind, is_object = kind_of(value), not isinstance(value.object, (type, Method))
+    return is_object and kind.__name__ == name and is_of_samestep(kind)
+
+
+def is_method_of(name: str, of: str, value: Value) -> bool:
+    """Say whether a value is this method of an object of samestep's class `of`."""
+    found = value.object
+    return isinstance(found, Method) and found.function.__name__ == name and is_object_of(of, found.of)
 
 
 def is_buffer(found: object, name: str) -> bool:

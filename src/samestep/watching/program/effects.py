@@ -10,9 +10,15 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, vector_to_paramete
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.watching.program.code_values import Method, Value, attribute_of, is_of_samestep, kind_of
+from samestep.watching.program.code_values import (
+    Method,
+    Value,
+    attribute_of,
+    is_object_of,
+    is_of_samestep,
+    kind_of,
+)
 from samestep.watching.program.parameters import by_name, positional_names
-from samestep.watching.program.pass_results import is_object_of
 
 __all__ = ["changes_layers", "is_setting", "name_of_change", "settings_of"]
 

@@ -13,16 +13,18 @@ from torch.utils.data import DataLoader
 
 from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_values import (
-    Method,
     MethodCall,
     NewObject,
     Place,
     Scope,
     Value,
     is_buffer,
+    is_method_of,
+    is_object_of,
     is_of_samestep,
     kind_of,
 )
+from samestep.watching.program.parameters import by_name
 from samestep.watching.program.random_functions import is_random
 from samestep.watching.program.source_code import Function, SourceCode
 from samestep.watching.program.syntax import (
@@ -37,7 +39,7 @@ from samestep.watching.program.syntax import (
 )
 from samestep.watching.program.worker_values import WorkerValues
 
-__all__ = ["CLOCK", "LEFT", "OWN", "PASSES", "ROWS", "PassResults", "is_loader", "is_object_of"]
+__all__ = ["CLOCK", "LEFT", "OWN", "PASSES", "ROWS", "PassResults", "is_loader"]
 
 PASSES = Place("the passes of this worker", "")
 ROWS = Place("the rows of this worker", "")
@@ -176,9 +178,12 @@ class PassResults(WorkerValues):
         """Visit what a call runs, and what samestep calls in it, if that is code of the program."""
         if self._is_in_pass and is_random(called.object) and "generator" not in named:
             return Value(_COUNT)  # the numbers of the tower that has drawn last
-        match called.object:
-            case Method(function=FunctionType(__name__="run"), of=holder) if is_object_of("Trainer", holder):
-                self._visit_twice(lambda: self._visit_run(holder))
+        if is_method_of("run", "Trainer", called):
+            self._visit_twice(lambda: self._visit_run(called.object.of))
+        if is_method_of("whole_batch", "Towers", called):
+            given = by_name(("batch", "forward", "loss"), arguments, named)
+            self._visit_whole_batch(given.get("forward", Value()), given.get("loss", Value()))
+            return Value()
         if not (is_object_of("Elastic", called) and arguments):
             return super()._call_object(called, arguments, named)
         function, *others = arguments
@@ -201,8 +206,16 @@ class PassResults(WorkerValues):
 
     def _visit_step(self, step: Value) -> None:
         loss, forward = (self._attribute_value(step, name) for name in ("loss_fn", "forward"))
-        has_forward = forward.is_known and forward.object is not None
-        self._note_loss(self._visit_pass(forward if has_forward else loss))
+        if forward.is_known and forward.object is not None:
+            self._visit_whole_batch(forward, loss)
+        else:
+            self._note_loss(self._visit_pass(loss))
+
+    def _visit_whole_batch(self, forward: Value, loss: Value) -> None:
+        """Visit a forward, which is a pass, and a loss of all towers' outputs, which is not."""
+        self._note_loss(self._visit_pass(forward))
+        returned = self._call_object(loss, [], {})
+        self._note_whole_loss(self._values.data_of(returned or Value()))
 
     def _visit_pass(self, function: Value) -> frozenset[Place]:
         """Visit a function that samestep calls with a model and a worker's rows."""
@@ -288,6 +301,9 @@ class PassResults(WorkerValues):
     def _note_loss(self, sources: frozenset[Place]) -> None:
         """Note what the loss of a pass is computed from."""
 
+    def _note_whole_loss(self, sources: frozenset[Place]) -> None:
+        """Note what the loss of the whole batch is computed from, beside its outputs."""
+
     def visit_Attribute(self, node: ast.Attribute) -> Value:
         """Return an attribute's value; `slices` of a loader's batch are the rows that this worker has."""
         value = super().visit_Attribute(node)
@@ -370,12 +386,6 @@ class PassResults(WorkerValues):
 
 def _shared(value: Value) -> Value:
     return value._replace(sources=value.sources - _ALL)
-
-
-def is_object_of(name: str, value: Value) -> bool:
-    """Say whether a value is an object of samestep's class of this name."""
-    kind, is_object = kind_of(value), not isinstance(value.object, (type, Method))
-    return is_object and kind.__name__ == name and is_of_samestep(kind)
 
 
 def _is_of_samestep(called: Value) -> bool:
