@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 # Three processes, each with files of tests of its own, as tests of lost workers wait more than they compute;
-# files with jobs of several workers come first. With bytecode, whatever the environment says: tests start dozens
-# of processes, and each would compile the whole package again.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# files with jobs of several workers come first. Each computes with one thread, on any number of cores: more would
+# wait for each other. With bytecode, whatever the environment says: tests start dozens of processes, and each would
+# compile the whole package again.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: install train test test-all slow chaos schedules check docs bench clean
 
