@@ -341,8 +341,8 @@ class StepRun:
         """Pass the scalars of this worker's towers to the exchange; towers without rows count 0."""
         buffers, like = self.plan.buffers, torch.zeros(0, dtype=torch.float64, device=self.job.device)
         sizes = (self.plan.num_sums, buffers.num_counters, buffers.num_moments)
-        for tower in self.own_towers:
-            self._scalars.setdefault(tower, TowerScalars(0.0, *map(like.new_zeros, sizes)))
+        for tower in set(self.own_towers) - self._scalars.keys():
+            self._scalars[tower] = TowerScalars(0.0, *map(like.new_zeros, sizes))
         self.exchange.start([self._scalars[tower] for tower in self.own_towers])
 
     def check_complete(self) -> None:

@@ -38,6 +38,7 @@ from samestep.towers.outputs import Outline, gather, take_apart
 from samestep.towers.run import StepRun
 from samestep.towers.tower import Tower
 from samestep.watching.model.optimizer_steps import note_outside_gradients
+from samestep.watching.pass_check import has_freed_graph
 from samestep.watching.repeated import Repeated
 
 __all__ = ["Forward", "WholeLoss", "run_whole_batch"]
@@ -157,7 +158,7 @@ def _gradients_of(loss: Tensor, inputs: Sequence[Tensor], where: str) -> Sequenc
     try:
         return torch.autograd.grad(loss, inputs, allow_unused=True)
     except RuntimeError as error:
-        if "a second time" not in str(error):
+        if not has_freed_graph(error):
             raise
         raise UsageError(
             f"{where}: the graph of the loss of the whole batch is gone, as after loss.backward(): return "

@@ -13,7 +13,7 @@ from samestep.errors import BufferPolicyError, UsageError
 from samestep.watching.losses.graph import graph_of
 from samestep.watching.passes.messages import Messages
 
-__all__ = ["PassCheck", "leaves_of"]
+__all__ = ["PassCheck", "has_freed_graph", "leaves_of"]
 
 _grad = operator.attrgetter("grad")
 
@@ -72,12 +72,17 @@ class PassCheck:
 
     def explain(self, tower: object, error: RuntimeError) -> UsageError | None:
         """Return the error for a backward that reached another tower's graph."""
-        if "backward through the graph a second time" not in str(error):
+        if not has_freed_graph(error):
             return None
         return UsageError(
             f"{tower!r}: its loss shares part of its graph with the tower before: compute everything that "
             "needs a gradient inside the loop over towers, or detach it"
         )
+
+
+def has_freed_graph(error: RuntimeError) -> bool:
+    """Say whether torch has raised this because a backward has freed the graph already."""
+    return "backward through the graph a second time" in str(error)
 
 
 def leaves_of(losses: Iterable[Tensor]) -> tuple[list[Tensor], bool]:

@@ -208,9 +208,8 @@ class Watch:
         if self.follows:
             self.flow.check(who, loss, has_warned=self.numbers.has_warned)
 
-    def check_outputs(self, who: str, outputs: Iterable[Tensor]) -> None:
+    def check_outputs(self, who: str, outputs: Sequence[Tensor]) -> None:
         """Check the outputs of a pass for a whole-batch loss, in a step whose values are followed."""
-        outputs = list(outputs)
         self.note_losses(outputs, "outputs")
         for tensor in outputs if self.follows else ():
             self.flow.check(who, tensor)

@@ -35,8 +35,10 @@ _KEEPING = {"copy", "copy2", "copyfile", "move", "save", "save_file", "save_mode
 _KEEPERS = {"torch", "safetensors", "shutil", "samestep"}
 """The packages that these are in."""
 
-_RESETTING = {"reset_parameters", "reset_running_stats"}
-_CHANGES = {"load_state_dict", "save_pretrained", "state_dict", "step", *_RESETTING}
+_CHANGES = {
+    *("load_state_dict", "save_pretrained", "state_dict", "step"),
+    *("reset_parameters", "reset_running_stats"),
+}
 """Methods of modules, optimizers and schedules that keep them as they are, or change them."""
 
 
