@@ -48,6 +48,7 @@ def nothing(*_: object, **__: object) -> None:
 
 CHECKS: dict[tuple[type, str], Callable[..., Any]] = {
     (Replica, "plan"): lambda replica, kind: replica._plans[kind],
+    (Replica, "check_hooks"): nothing,
     (Watch, "start_step"): start_no_look,
     (Watch, "check_pass"): nothing,
     (Watch, "end_turn"): nothing,

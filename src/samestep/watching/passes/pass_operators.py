@@ -176,23 +176,25 @@ class PassOperators:
         for tensor in written:
             self._empty.pop(storage_of(tensor), None)
         if self._number is not None:
-            self._note_results(call, self._number, list(filter(storage_of, made)))
+            self._note_results(call, self._number, storages, made)
         elif self._reads.found:
             for tensor in call.written:
                 self._results.pop(storage_of(tensor), None)
         elif str(call.func).startswith(("aten.empty", "aten.new_empty")):
             self._empty.update((storage_of(each), keep_address(each)) for each in filter(storage_of, made))
 
-    def _note_results(self, call: Call, number: int, results: Sequence[Tensor]) -> None:
+    def _note_results(self, call: Call, number: int, given: set[int], made: Iterable[Tensor]) -> None:
         operator = self._operator(call)
-        if call.kind.is_random or any(storage_of(each) in self._of_rows for each in call.given):
-            self._of_rows.update(map(storage_of, results))
-        if any(storage_of(tensor) in self._shared for tensor in results):
+        results = [(storage, each) for each in made if (storage := storage_of(each))]
+        storages = {storage for storage, _ in results}
+        if call.kind.is_random or not given.isdisjoint(self._of_rows):
+            self._of_rows |= storages
+        if not storages.isdisjoint(self._shared):
             self._values_before_write = self._values_read
-        for index, tensor in enumerate(results):
+        for index, (storage, tensor) in enumerate(results):
             self._operators[number + index] = operator
-            self._results[storage_of(tensor)] = number + index, keep_address(tensor)
-        if _may_be_loss(call, results):
+            self._results[storage] = number + index, keep_address(tensor)
+        if _may_be_loss(call, [each for _, each in results]):
             self._newest = range(number, number + len(results))
             self._values_before = self._values_read
 
