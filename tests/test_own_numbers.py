@@ -168,6 +168,7 @@ def train(job, make, loss=square, edit=lambda job, model, step: None, num_steps=
     ("make", "make_loss", "named"),
     mostly_long(
         [
+            (lambda: nn.Sequential(nn.Linear(4, 3), Dropping()), lambda: square, r"p of 1 \(Dropping\)"),
             (AveragingInNumPy, lambda: square, "mean of AveragingInNumPy"),
             (lambda: nn.Sequential(nn.Linear(4, 4), Counting()), lambda: square, r"calls of 1 \(Counting\)"),
             (lambda: nn.Linear(4, 3), Margin, "iteration of Margin"),
@@ -175,7 +176,6 @@ def train(job, make, loss=square, edit=lambda job, model, step: None, num_steps=
             (Averaging, lambda: square, "mean of Averaging"),
             (Seen, lambda: square, "num_seen of Seen"),
             (OfTheLast, lambda: square, "last of OfTheLast"),
-            (lambda: nn.Sequential(nn.Linear(4, 3), Dropping()), lambda: square, r"p of 1 \(Dropping\)"),
         ],
         3,
     ),

@@ -122,9 +122,9 @@ def contents_of(cells: Mapping[str, CellType]) -> Mapping[str, Any]:
 
 
 def functions_of(kind: type) -> list[FunctionType]:
-    """Return the functions of a class and its bases, without those of libraries: methods of its objects."""
-    classes = (each for each in kind.__mro__ if not _is_of_library(each.__module__))
-    return [value for each in classes for value in vars(each).values() if isinstance(value, FunctionType)]
+    """Return the functions of a class and its bases, which are the methods of its objects."""
+    values = (value for each in kind.__mro__ for value in vars(each).values())
+    return [value for value in values if isinstance(value, FunctionType)]
 
 
 def plain_name(name: str) -> str:
