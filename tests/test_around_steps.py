@@ -296,13 +296,14 @@ def examples():
     return list(torch.randn(20, 6, generator=torch.Generator().manual_seed(3)))
 
 
-def train_on(job, data, **options):
+def train_on(job, data, *, make_loader=TowerLoader, after=lambda towers: None, **options):
     model = net()
     towers = Towers(model, 7, job=job)
     step = Step(towers, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1))
     for _ in range(2):
-        for batch in TowerLoader(data, 8, towers, **options):
+        for batch in make_loader(data, 8, towers, **options):
             step(batch)
+            after(towers)
     return samestep.digest(model)
 
 
@@ -333,7 +334,7 @@ def a_batched_dataset_that_differs(job):
     train_on(job, Batched())
 
 
-@refused(UsageError, "collate_fn", "called again", "a generator or a counter")
+@refused(UsageError, "collate_fn", "called again", "a generator, a counter")
 def a_collate_fn_with_a_generator_of_its_own(job):
     own = torch.Generator().manual_seed(0)
     train_on(job, examples(), collate_fn=lambda rows: torch.stack(rows) * torch.rand(6, generator=own))
@@ -346,6 +347,66 @@ def a_collate_fn_that_draws_and_takes_its_examples_apart(job):
         return torch.stack(rows) * torch.rand(6)
 
     return train_on(job, Popped(), collate_fn=collate)
+
+
+@refused(DisagreementError, "first example", "in it or in collate_fn", alone=False)
+def a_collate_fn_that_keeps_the_mean_of_its_first_rows(job):
+    kept = {}
+
+    def collate(rows):
+        rows = torch.stack(rows)
+        return rows - kept.setdefault("mean", rows.mean(0))
+
+    train_on(job, examples(), collate_fn=collate)
+
+
+class Scaled:
+    """Examples times a number that the program sets."""
+
+    scale = 1.0
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return examples()[index] * self.scale
+
+
+@refused(DisagreementError, "step 2", "first example", alone=False)
+def a_dataset_that_one_worker_changes_between_two_steps(job):
+    data = Scaled()
+
+    def change(towers):
+        if job.is_first and towers.step == 2:
+            data.scale = 0.5
+
+    train_on(job, data, after=change)
+
+
+class InOwnBuffer:
+    """A `collate_fn` that returns the same memory each time."""
+
+    def __init__(self):
+        self.rows = torch.empty(8, 6)
+
+    def __call__(self, rows):
+        return torch.stack(rows, out=self.rows[: len(rows)])
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(examples())
+
+
+@kept
+def a_collate_fn_that_uses_its_memory_again(job):
+    return train_on(job, examples(), collate_fn=InOwnBuffer())
+
+
+@kept
+def a_collate_fn_of_a_stream_that_uses_its_memory_again(job):
+    stream = Streamed()
+    return train_on(job, stream, make_loader=samestep.StreamLoader, collate_fn=InOwnBuffer())
 
 
 class Popped:

@@ -18,7 +18,7 @@ from samestep.arguments import check_callable, whole
 from samestep.batches.batch import GlobalBatch
 from samestep.batches.copier import Copier
 from samestep.buffers.kept_buffers import KeptBuffers
-from samestep.data.readers import COMPARED, BatchedReader, Reader, Request, compared_at, is_batched
+from samestep.data.readers import COMPARE_EVERY, COMPARED, BatchedReader, Reader, Request, is_batched
 from samestep.errors import ConfigError, UsageError, shown
 from samestep.streams import keep_globals, seed_globals, stream_seed
 from samestep.watching.measured import check_measured
@@ -132,7 +132,7 @@ class Evaluation:
     @property
     def _must_match(self) -> dict[str, Any]:
         """Values that must be the same on all workers, because each reads different batches."""
-        first = self._reader[Request(0, 0, {}, compared=0)][COMPARED]
+        first = self._reader[Request(0, 0, {}, compared=0)][COMPARED].example
         return {"rows": self.rows, "examples": len(self.dataset), "checksum of example 0": first}
 
     def _measured(self, model: nn.Module, job: Job, kept: _Unchanged) -> Iterator[tuple[int, _Part]]:
@@ -141,7 +141,8 @@ class Evaluation:
         copier = Copier(job.device)
         for number in range(job.rank, -(-len(dataset) // self.rows), job.world_size):
             examples = np.arange(number * self.rows, min((number + 1) * self.rows, len(dataset)))
-            read = reader[Request(0, number, {0: examples}, compared_at(number, examples))][0]
+            compared = int(examples[0]) if number % COMPARE_EVERY == 0 else None
+            read = reader[Request(0, number, {0: examples}, compared)][0]
             seed_globals(stream_seed(0, "evaluation", number), job.device)
             batch = GlobalBatch.open(read).take(range(len(examples)), copier)
             kept.start_batch()

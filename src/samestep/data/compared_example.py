@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from samestep.data.order import REPEAT
-from samestep.data.readers import COMPARED, Request
+from samestep.data.readers import COMPARED, Compared, Request
 from samestep.errors import warn
 
 __all__ = ["ComparedExample"]
@@ -29,12 +29,12 @@ class ComparedExample:
         self._last = state
         self._is_due = self._last is not None and not self._has_read
 
-    def read(self, read: Callable[[Request, int], int], request: Request) -> int:
-        """Return the checksum of the example that a batch's request compares, and keep it."""
-        checksum, self._has_read = read(request, COMPARED), True
+    def read(self, read: Callable[[Request, int], Compared], request: Request) -> int:
+        """Return a checksum of what a batch's request compares, and keep that of the example."""
+        compared, self._has_read = read(request, COMPARED), True
         assert request.compared is not None
-        self._last = request.epoch, request.compared, checksum
-        return checksum
+        self._last = request.epoch, request.compared, compared.example
+        return compared.example ^ compared.collated
 
     def request(self, position: int) -> Request | None:
         """Return a request, once, to read a loaded state's example before the batch at `position`."""
@@ -44,12 +44,12 @@ class ComparedExample:
         epoch, number, _ = self._last
         return Request(epoch, position - 1, {}, number)
 
-    def check(self, checksum: int) -> None:
+    def check(self, compared: Compared) -> None:
         """Warn if the example is another one now."""
         assert self._last is not None
         epoch, number, expected = self._last
         self._has_read = True
-        if checksum != expected:
+        if compared.example != expected:
             warn(
                 f"example {number % REPEAT} of the dataset, in epoch {epoch}, is another one "
                 "than in the run that is continued: expected the same data in the same order, and the same "

@@ -30,7 +30,15 @@ from samestep.data.from_dataloader import options_of
 from samestep.data.loader_state import check_state, number_in, numbers_in
 from samestep.data.order import Order
 from samestep.data.progress import Progress
-from samestep.data.readers import COMPARED, BatchedReader, Reader, Request, compared_at, is_batched
+from samestep.data.readers import (
+    COMPARED,
+    BatchedReader,
+    Reader,
+    Request,
+    collates_at,
+    compares_at,
+    is_batched,
+)
 from samestep.data.shards import has_indices
 from samestep.data.single_rows import warn_of_single_rows
 from samestep.data.stream import RequestSampler, Stream
@@ -81,8 +89,8 @@ class TowerLoader:
     an example in an epoch has its own stream. Examples are read with one CPU thread, whether or not in loader
     processes.
 
-    All workers read the first example of every 32nd batch and compare it. There is a warning if a batch gives
-    some tower a single row and the model has a `BatchNorm1d`.
+    All workers read the first example of every 32nd batch, and of more at the beginning, and compare it.
+    There is a warning if a batch gives some tower a single row and the model has a `BatchNorm1d`.
 
     A batch is read slice by slice (one tower's rows each; small ones together, up to 4 MiB), so a loader
     process holds `prefetch_factor` slices, not batches. Slices are read ahead in order; a slice that is
@@ -347,7 +355,9 @@ class TowerLoader:
         """Return the request for a worker's towers that have rows."""
         mine = placement.rows(worker, len(rows))
         examples = {tower: rows[part.start : part.stop] for tower, part in mine.items()}
-        return Request(position // len(self), position, examples, compared_at(position, rows))
+        compared = int(rows[0]) if compares_at(position, len(self)) else None
+        collated = rows[: len(placement.rows(0, len(rows))[0])] if collates_at(position) else None
+        return Request(position // len(self), position, examples, compared, collated)
 
     def _check_unmoved(self, expected: int, number: int) -> None:
         if not self._progress.is_at(expected, number):

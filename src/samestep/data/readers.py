@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -27,21 +27,24 @@ from samestep.streams import GlobalStreams, seed_globals, stream_seed
 
 __all__ = [
     "COMPARED",
+    "COMPARE_EVERY",
     "BatchedDataset",
     "BatchedReader",
+    "Compared",
     "Reader",
     "Request",
     "aligned",
     "as_in_a_loader_process",
-    "compared_at",
+    "collates_at",
+    "compares_at",
     "is_batched",
 ]
 
 COMPARED = -1
-"""The key, beside the towers' indices, of the number that all workers compare."""
+"""The key, beside the towers' indices, of what all workers compare."""
 
 _CPU = torch.device("cpu")
-_COMPARE_EVERY = 32  # batches
+COMPARE_EVERY = 32  # batches
 _ALIGNMENT_BYTES = 64
 
 
@@ -83,19 +86,64 @@ class BatchedDataset(Protocol):
 class Request:
     """The examples to read for some of a worker's towers in one batch, as numbers from `samestep.data.order`.
 
-    The k-th occurrence (from 0) of an example in an epoch has the number index + k · `REPEAT`. `compared`
-    is the number of an example that all workers read and compare; None to compare none.
+    The k-th occurrence (from 0) of an example in an epoch has the number index + k · `REPEAT`.
+
+    Attributes:
+        epoch: the epoch.
+        position: the batch's number in the run.
+        examples: by tower.
+        compared: an example that all workers read and compare; None to compare none.
+        collated: the examples of tower 0, if all workers collate and compare them, too.
     """
 
     epoch: int
     position: int
     examples: Mapping[int, NDArray[np.int64]]
     compared: int | None = None
+    collated: NDArray[np.int64] | None = None
 
 
-def compared_at(position: int, rows: NDArray[np.int64]) -> int | None:
-    """Return the first example of every 32nd batch, for all workers to read and compare; else None."""
-    return int(rows[0]) if position % _COMPARE_EVERY == 0 else None
+class Compared(NamedTuple):
+    """Checksums, for all workers to compare: of an example, and of a collated tower, or 0."""
+
+    example: int
+    collated: int = 0
+
+
+def collates_at(position: int) -> bool:
+    """Return whether all workers collate and compare tower 0's rows: in batches 0, 1, 2, 4, 8, 16, ..."""
+    return position & (position - 1) == 0
+
+
+def compares_at(position: int, num_batches: int) -> bool:
+    """Return whether all workers read and compare a batch's first example.
+
+    It is so in batches 0, 1, 2, 4, 8, 16, ..., in every 32nd, and at the start of epochs 1, 2, 4, 8, ...
+
+    >>> [position for position in range(80) if compares_at(position, num_batches=10)]
+    [0, 1, 2, 4, 8, 10, 16, 20, 32, 40, 64]
+    """
+    epoch, number = divmod(position, num_batches)
+    starts_epoch = number == 0 and collates_at(epoch)
+    return position % COMPARE_EVERY == 0 or collates_at(position) or starts_epoch
+
+
+class _First(NamedTuple):
+    """The rows of tower 0 before they are collated.
+
+    Attributes:
+        example: the fingerprint of the first one.
+        rows: copies to collate again; None without a `collate_fn`, or if they cannot be copied whole.
+    """
+
+    example: int
+    rows: list[Any] | None
+
+    @classmethod
+    def of(cls, rows: list[Any], *, has_collate_fn: bool) -> _First:
+        """Keep rows as they are now: a `collate_fn` may write to them."""
+        is_kept = has_collate_fn and _is_copied_whole(rows)
+        return cls(fingerprint(Whole(rows[0])), [mapped(copied, row) for row in rows] if is_kept else None)
 
 
 @dataclass(frozen=True)
@@ -110,51 +158,56 @@ class Reader(Dataset[dict[int, Any]]):
     collate_fn: Callable[[list[Any]], Any] | None = None
 
     def __getitem__(self, request: Request) -> dict[int, Any]:
-        with as_in_a_loader_process():
-            first: int | None = None
-            slices: dict[int, Any] = {}
-            for tower, numbers in request.examples.items():
-                rows = [self._example(request.epoch, number) for number in numbers.tolist()]
-                is_compared = tower == 0 and request.compared is not None
-                first = fingerprint(Whole(rows[0])) if is_compared else first
-                slices[tower] = self._collated(rows, request.position, tower, twice=is_compared)
-            number = self._compared(request, first)
-        # A collate_fn may return the dataset's own memory, and a pass may write to it.
+        # A collate_fn may return the dataset's own memory, to which a pass may write, or its own.
         own = aligned if self.collate_fn is None else copied
-        return number | {tower: mapped(own, batch) for tower, batch in slices.items()}
+        with as_in_a_loader_process():
+            slices: dict[int, Any] = {}
+            first: _First | None = None
+            for tower, numbers in request.examples.items():
+                rows = self._examples(request, numbers)
+                if tower == 0 and request.compared is not None:
+                    first = _First.of(rows, has_collate_fn=self.collate_fn is not None)
+                slices[tower] = mapped(own, self._collated(rows, request.position, tower))
+            if request.compared is None:
+                return slices
+            example = self._compared(request, request.compared, first)
+            return {COMPARED: Compared(example, self._collated_again(request, first, slices)), **slices}
 
-    def _collated(self, rows: list[Any], position: int, tower: int, *, twice: bool) -> Any:
-        """Collate a tower's rows; if `twice`, check that a second call gives the same batch."""
-        seed = stream_seed(self.seed, "collate", position, tower)
-        if self.collate_fn is None or not twice or not _is_copied_whole(rows):
-            with self._seeded(seed):
-                return (self.collate_fn or default_collate)(rows)
-        same = [mapped(copied, row) for row in rows]  # a collate_fn may write to them
-        found = []
-        for each in (same, rows):
-            with self._seeded(seed):
-                found.append(self.collate_fn(each))
-        if fingerprint(Whole(found[0])) != fingerprint(Whole(found[1])):
+    def _examples(self, request: Request, numbers: NDArray[np.int64]) -> list[Any]:
+        return [self._example(request.epoch, number) for number in numbers.tolist()]
+
+    def _collated(self, rows: list[Any], position: int, tower: int) -> Any:
+        with self._seeded(stream_seed(self.seed, "collate", position, tower)):
+            return (self.collate_fn or default_collate)(rows)
+
+    def _compared(self, request: Request, compared: int, first: _First | None) -> int:
+        """Return the fingerprint of the compared example; check it against `first`, if tower 0 was read."""
+        number = fingerprint(Whole(self._example(request.epoch, compared)))
+        if first is not None and first.example != number:
+            raise UsageError(
+                f"{type(self.dataset).__name__}: example {compared % REPEAT} is different when it is read "
+                "again: expected it to depend only on its index, and on torch's, Python's and NumPy's global "
+                "generators, which are seeded for it, not on a generator or a counter of the dataset"
+            )
+        return number
+
+    def _collated_again(self, request: Request, first: _First | None, slices: Mapping[int, Any]) -> int:
+        """Collate tower 0's rows after all others; check that this gives the same batch, if it was read.
+
+        Return its fingerprint if all workers compare it, else 0.
+        """
+        if first is None and request.collated is not None and self.collate_fn is not None:
+            first = _First.of(self._examples(request, request.collated), has_collate_fn=True)
+        if first is None or first.rows is None:
+            return 0
+        found = fingerprint(Whole(self._collated(first.rows, request.position, 0)))
+        if 0 in slices and fingerprint(Whole(slices[0])) != found:
             raise UsageError(
                 "collate_fn makes a different batch of the same examples when it is called again: expected "
                 "it to depend only on them, and on torch's, Python's and NumPy's global generators, which "
-                "are seeded for it, not on a generator or a counter that it keeps"
+                "are seeded for it, not on a generator, a counter or anything else that it keeps"
             )
-        return found[1]
-
-    def _compared(self, request: Request, first: int | None) -> dict[int, int]:
-        """Return the fingerprint of the compared example; check it against `first`, if tower 0 was read."""
-        if request.compared is None:
-            return {}
-        number = fingerprint(Whole(self._example(request.epoch, request.compared)))
-        if first not in (None, number):
-            example = request.compared % REPEAT
-            raise UsageError(
-                f"{type(self.dataset).__name__}: example {example} is different when it is read again: "
-                "expected it to depend only on its index, and on torch's, Python's and NumPy's global "
-                "generators, which are seeded for it, not on a generator or a counter of the dataset"
-            )
-        return {COMPARED: number}
+        return 0 if request.collated is None else found
 
     def _example(self, epoch: int, number: int) -> Any:
         example = number % REPEAT
@@ -192,7 +245,7 @@ class BatchedReader(Dataset[dict[int, Any]]):
         if request.compared is None:
             return slices
         first = self._batch(request.epoch, np.array([request.compared]))
-        return {COMPARED: fingerprint(first.root), **slices}
+        return {COMPARED: Compared(fingerprint(first.root)), **slices}
 
     def _batch(self, epoch: int, numbers: NDArray[np.int64]) -> GlobalBatch:
         seeds = [stream_seed(self.seed, "example", epoch, int(number)) for number in numbers]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
+from samestep.batches.copier import copied
 from samestep.batches.nest import mapped
 from samestep.data.readers import aligned, as_in_a_loader_process
 from samestep.data.shards import Shard, Source, open_shard, seen_as
@@ -86,7 +87,8 @@ class _TowerReader:
             if self._has_ended:
                 return Ended(tower, self._num_read)
             seed_globals(stream_seed(reader.seed, "collate", position, tower), _CPU)
-            return mapped(aligned, (reader.collate_fn or default_collate)(rows))
+            own = aligned if reader.collate_fn is None else copied  # it may return memory that it uses again
+            return mapped(own, (reader.collate_fn or default_collate)(rows))
 
     def _open(self) -> None:
         reader, tower = self._reader, self._tower

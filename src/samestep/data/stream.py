@@ -98,18 +98,19 @@ class Stream:
     def read(self, request: Request, tower: int) -> Any:
         """Read a tower's slice, or the number to compare, now."""
         examples = {tower: request.examples[tower]} if tower != COMPARED else {}
-        compared = request.compared if tower in (COMPARED, 0) else None
-        return self._reader[replace(request, examples=examples, compared=compared)][tower]
+        if tower not in (COMPARED, 0):
+            request = replace(request, compared=None, collated=None)
+        return self._reader[replace(request, examples=examples)][tower]
 
     def _split(self, requests: Iterator[Request]) -> Generator[Request]:
         """Split requests into parts to read, and record them: their slices return in the same order."""
         for request in requests:
-            compared = request.compared  # read with the first part
-            for part in self._parts(request):
+            for number, part in enumerate(self._parts(request)):
                 if (request.position, max(part, default=COMPARED)) >= self._wanted:
-                    self._asked.append(replace(request, examples=part, compared=compared))
+                    if number:  # what is compared is read with the first part
+                        request = replace(request, compared=None, collated=None)
+                    self._asked.append(replace(request, examples=part))
                     yield self._asked[-1]
-                compared = None
 
     def _parts(self, request: Request) -> Generator[_Examples]:
         part: dict[int, NDArray[np.int64]] = {}

@@ -26,7 +26,7 @@ _DRAWN = (
 )
 _DATA = (
     "expected the same data in the same order on all workers: sort directory listings, seed shuffles and "
-    "splits, and give every worker the whole dataset"
+    "splits, give every worker the whole dataset, and keep nothing of earlier rows in it or in collate_fn"
 )
 _LOSS = (
     "all workers compute it from the same outputs: expected it to use no state or generator that differs "
