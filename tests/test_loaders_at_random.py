@@ -1,4 +1,4 @@
-"""Programs with a dataset, `collate_fn` and order of their own: they take the same steps, or are told."""
+"""Programs with data, `collate_fn` or order of their own: they take the same steps, or are told."""
 
 import random
 from textwrap import indent
@@ -39,6 +39,57 @@ EXAMPLES = [
     "return x[: 3 + self.epoch % 3].repeat(6)[:6], y",
 ]
 """What `dataset[index]` does with an example."""
+
+PARTS = "for n in range(tower, 24, num_towers):\n    x, y = example(n)\n"
+WHOLE = "for n in range(24):\n    x, y = example(n)\n"
+
+SHARDS = [
+    f"{PARTS}    yield x, y",
+    "numbers = list(range(tower, 24, num_towers))\nrandom.shuffle(numbers)\nyield from map(example, numbers)",
+    "numbers = list(range(24))\nrandom.Random(epoch).shuffle(numbers)\n"
+    "yield from map(example, numbers[tower::num_towers])",
+    "numbers = list(range(24))\nown.shuffle(numbers)\nyield from map(example, numbers[tower::num_towers])",
+    f"{PARTS}    yield x + 0.1 * torch.randn(6), y",
+    f"{PARTS}    yield x + 0.1 * torch.randn(6, generator=generator), y",
+    f"{PARTS}    state['n'] = state.get('n', 0) + 1\n    yield x * (1 + 0.01 * state['n']), y",
+    f"{PARTS}    state['n'] = state.get('n', 0) + 1\n    yield x, y",
+    f"count = 0\n{PARTS}    count += 1\n    yield x * (1 + 0.01 * count), y",
+    f"last = torch.zeros(6)\n{PARTS}    yield x + 0.1 * last, y\n    last = x",
+    f"{PARTS}    yield x + 0.1 * dataset.last, y\n    dataset.last = x",
+    f"{PARTS}    dataset.mean = 0.9 * dataset.mean + 0.1 * x\n    yield x - dataset.mean, y",
+    f"{PARTS}    yield x * (1 + dataset.epoch), y",
+    f"{PARTS}    yield x * (1 + 0.1 * len(held)), y",
+    f"{PARTS}    yield x * (1 + job.rank), y",
+    "for n in range(job.rank, 24, job.world_size):\n    yield example(n)",
+    f"buffer = []\n{PARTS}    buffer.append((x, y))\n    if len(buffer) > 2:\n"
+    "        yield buffer.pop(random.randrange(len(buffer)))\nyield from buffer",
+    f"{PARTS}    if n not in dataset.cache:\n        dataset.cache[n] = x + torch.randn(6), y\n"
+    "    yield dataset.cache[n]",
+    f"{PARTS}    if random.random() < 0.8:\n        yield x, y",
+    f"{PARTS}    dataset.seen.add(n)\n    yield x / len(dataset.seen), y",
+    "while True:\n    n = random.randrange(24)\n    yield example(n)\n    if n == 7:\n        return",
+]
+"""What a function does that returns a tower's shard."""
+
+STREAMS = [
+    f"{WHOLE}    yield x, y",
+    "numbers = list(range(24))\nrandom.shuffle(numbers)\nyield from map(example, numbers)",
+    "numbers = list(range(24))\nown.shuffle(numbers)\nyield from map(example, numbers)",
+    "info = get_worker_info()\nyield from map(example, range(info.id, 24, info.num_workers))",
+    "info = get_worker_info()\nnumbers = list(range(24))\nrandom.shuffle(numbers)\n"
+    "yield from map(example, numbers[info.id :: info.num_workers])",
+    f"{WHOLE}    self.calls += 1\n    yield x * (1 + 0.01 * self.calls), y",
+    f"{WHOLE}    self.calls += 1\n    yield x, y",
+    f"self.calls += 1\n{WHOLE}    yield x * (1 + 0.1 * self.calls), y",
+    f"{WHOLE}    yield x + 0.1 * self.last, y\n    self.last = x",
+    f"{WHOLE}    yield x * (1 + self.epoch), y",
+    f"{WHOLE}    held.append(n)\n    yield x * (1 + 0.01 * len(held)), y",
+    f"{WHOLE}    yield x * (1 + job.rank), y",
+    "for n in range(job.rank, 24, job.world_size):\n    yield example(n)",
+    f"{WHOLE}    yield x + 0.1 * torch.randn(6, generator=generator), y",
+    "for n in self.numbers:\n    yield example(n)",
+]
+"""What an `IterableDataset` does."""
 
 COLLATED = [
     *[None] * 8,
@@ -87,7 +138,7 @@ BETWEEN = [
     *["pass"] * 8,
     *("dataset.scale = 1 / (step + 1)", "dataset.scale = report.loss", "dataset.epoch = step"),
     *("dataset.calls = 0", "dataset.cache.clear()", "dataset.mean = dataset.mean * 0.5", "held.clear()"),
-    *("state['step'] = step", "dataset.generator.manual_seed(step)", "state.clear()", "dataset.seen.clear()"),
+    *("state['step'] = step", "dataset.generator.manual_seed(step)", "dataset.seen.clear()"),
     *("if job.rank == 0:\n    dataset.scale = 0.5", "if float(loss) > 1:\n    dataset.scale = 0.5"),
     *("if step == 1:\n    break", "torch.rand(int(random.random()))"),
     *map(RATE.format, ("dataset.calls", "len(held)", "batch.rows", "len(batch.slices)")),
@@ -100,7 +151,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Dataset, WeightedRandomSampler, default_collate
+from torch.utils.data import Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import default_collate, get_worker_info
 
 import samestep
 
@@ -140,12 +192,25 @@ def program(job):
             x, y = self.inputs[index], self.labels[index]
 {example}
 
+    def example(n):
+        return dataset.inputs[n], dataset.labels[n]
+
+    class Stream(IterableDataset):
+        def __init__(self):
+            self.calls, self.epoch, self.last, self.numbers = 0, 0, torch.zeros(6), iter(range(24))
+
+        def __iter__(self):
+{streamed}
+
+    def make_shard(tower, num_towers, epoch, seed):
+{shard}
+
     def collate(items):
         x, y = default_collate(items)
 {collated}
 
-    dataset = Data()
-    loader = samestep.TowerLoader(dataset, {rows}, towers, {options})
+    dataset, stream = Data(), Stream()
+    loader = samestep.{loader}({source}, {rows}, towers, {options})
     others = iter(torch.arange(1000.0))
     while towers.step < 6:
         for batch in loader:
@@ -165,19 +230,24 @@ def program(job):
 
 
 def written(seed):
-    """Return the code of a program with a dataset of its own."""
+    """Return the code of a program with data of its own."""
     draw = random.Random(seed)
-    collated, options = draw.choice(COLLATED), [draw.choice(ORDERS)]
+    source, collated = draw.choice(["dataset", "dataset", "make_shard", "stream"]), draw.choice(COLLATED)
+    options = [draw.choice(ORDERS)] if source == "dataset" else []
     if collated:
         options.append("collate_fn=collate")
-    if draw.random() < 0.15:
-        options.append(f"num_workers={draw.choice([1, 2])}, persistent_workers={draw.random() < 0.5}")
+    if draw.random() < 0.1:
+        options.append(f"num_workers={draw.choice([1, 2])}")
     return PROGRAM.format(
         num_towers=draw.choice([3, 4, 6]),
         rows=draw.choice([9, 10, 12]),
-        example=indent(draw.choice(EXAMPLES), " " * 12),
-        collated=indent(collated or "return x, y", " " * 8),
+        loader="TowerLoader" if source == "dataset" else "StreamLoader",
+        source=source,
         options=", ".join(options),
+        example=indent(draw.choice(EXAMPLES), " " * 12),
+        streamed=indent(draw.choice(STREAMS), " " * 12),
+        shard=indent(draw.choice(SHARDS), " " * 8),
+        collated=indent(collated or "return x, y", " " * 8),
         in_pass=indent(draw.choice(IN_PASSES), " " * 16),
         between=indent(draw.choice(BETWEEN), " " * 12),
     )

@@ -27,11 +27,12 @@ from samestep.watching.program.code_values import (
     Scope,
     Value,
     attribute_of,
+    is_loader,
     is_of_samestep,
     kind_of,
 )
 from samestep.watching.program.effects import changes_layers, is_setting, name_of_change, settings_of
-from samestep.watching.program.pass_results import CLOCK, LEFT, OWN, PASSES, ROWS, PassResults, is_loader
+from samestep.watching.program.pass_results import CLOCK, LEFT, OWN, PASSES, ROWS, PassResults
 from samestep.watching.program.program_line import ProgramLine, frames_of_program
 from samestep.watching.program.source_code import SourceCode
 from samestep.watching.program.syntax import edited_by, is_in_place

@@ -181,6 +181,21 @@ class CodeFlow(Expressions):
         if self._returned:
             self._returned[-1].append(value.computed_from(self._values.deciding))
 
+    def visit_Yield(self, node: ast.Yield) -> Value:
+        """Note what a generator's elements are computed from; what is sent to it is not known."""
+        value = Value() if node.value is None else self.visit(node.value)
+        self._note_yielded(self._values.data_of(value))
+        return Value()
+
+    def visit_YieldFrom(self, node: ast.YieldFrom) -> Value:
+        """Note what another generator's elements are computed from."""
+        self._note_yielded(self._advance(self.visit(node.value)))
+        return Value()
+
+    def _note_yielded(self, sources: frozenset[Place]) -> None:
+        if self._returned:
+            self._returned[-1].append(Value(sources | self._values.deciding))
+
     def visit_If(self, node: ast.If | ast.While) -> None:
         """Visit both branches. What they set does not decide, such as a cache that one of them fills."""
         deciding = self._data(node.test)

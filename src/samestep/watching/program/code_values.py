@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from samestep.watching.program.reach import cells_of, contents_of, is_proxy, locals_of
 from samestep.watching.program.source_code import Function
@@ -30,6 +31,7 @@ __all__ = [
     "Value",
     "attribute_of",
     "is_buffer",
+    "is_loader",
     "is_method_of",
     "is_object_of",
     "is_of_samestep",
@@ -280,6 +282,13 @@ def is_object_of(name: str, value: Value) -> bool:
     """Say whether a value is an object of samestep's class of this name."""
     kind, is_object = kind_of(value), not isinstance(value.object, (type, Method))
     return is_object and kind.__name__ == name and is_of_samestep(kind)
+
+
+def is_loader(value: Value) -> bool:
+    """Say whether a value is a loader of torch or of samestep."""
+    return kind_of(value) is DataLoader or any(
+        is_object_of(name, value) for name in ("TowerLoader", "StreamLoader")
+    )
 
 
 def is_method_of(name: str, of: str, value: Value) -> bool:

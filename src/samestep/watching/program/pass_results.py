@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from types import FunctionType
 
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_values import (
@@ -19,6 +18,7 @@ from samestep.watching.program.code_values import (
     Scope,
     Value,
     is_buffer,
+    is_loader,
     is_method_of,
     is_object_of,
     is_of_samestep,
@@ -39,7 +39,7 @@ from samestep.watching.program.syntax import (
 )
 from samestep.watching.program.worker_values import WorkerValues
 
-__all__ = ["CLOCK", "LEFT", "OWN", "PASSES", "ROWS", "PassResults", "is_loader"]
+__all__ = ["CLOCK", "LEFT", "OWN", "PASSES", "ROWS", "PassResults"]
 
 PASSES = Place("the passes of this worker", "")
 ROWS = Place("the rows of this worker", "")
@@ -62,7 +62,8 @@ _COUNT = frozenset({PASSES})
 _OF_A_PASS = Value(frozenset({PASSES}))
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 _BATCHES = ("LocalBatch", "object")  # of a class that is not known
-_LOADERS = ("TowerLoader", "StreamLoader")
+_PARTS_OF_LOADER = ("dataset", "source", "sampler", "order", "collate_fn")
+_EXAMPLES = ("__getitem__", "__iter__")
 _ADDING = {"add", "append", "appendleft", "extend", "insert"}
 _COUNTING = {"append", "appendleft", "extend", "insert"}
 _BEFORE, _AFTER = ("on_start", "before_step"), ("after_step", "after_evaluation", "on_end")  # of callbacks
@@ -277,8 +278,9 @@ class PassResults(WorkerValues):
         found = super()._advance(value)
         if not is_loader(value):
             return found
-        parts = [self._attribute_value(value, name) for name in ("dataset", "sampler", "order")]
-        read = self._data_of_call(parts).union(*map(self._values.all_in, parts))
+        parts = [self._attribute_value(value, name) for name in _PARTS_OF_LOADER]
+        examples = [self._call_special(each, name) for each in parts for name in _EXAMPLES]
+        read = self._data_of_call(parts).union(*map(self._values.all_in, filter(None, (*parts, *examples))))
         return found if read.isdisjoint({PASSES, LEFT}) else found | {PASSES}
 
     def _note_entry(self, entry: ast.Subscript) -> None:
@@ -392,8 +394,3 @@ def _is_of_samestep(called: Value) -> bool:
     if isinstance(called.object, FunctionType):
         return is_of_samestep(called.object)
     return not isinstance(called.object, type) and is_of_samestep(kind_of(called))
-
-
-def is_loader(value: Value) -> bool:
-    """Say whether a value is a loader of torch or of samestep."""
-    return kind_of(value) is DataLoader or any(is_object_of(name, value) for name in _LOADERS)
