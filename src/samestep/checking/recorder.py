@@ -33,7 +33,7 @@ from samestep.towers.report import Report
 from samestep.towers.step import Step
 from samestep.towers.tower import Tower
 from samestep.towers.towers import Towers
-from samestep.watching.passes.flow import not_followed
+from samestep.watching.passes.pass_mode import not_followed
 from samestep.workers.job import Job
 
 __all__ = ["Subject", "Trial", "record"]

@@ -141,12 +141,14 @@ class Watch:
             self.flow.batch_reads.start_step(batch())
 
     def start_pass(self, tower: int) -> None:
-        """Note what a tower's pass might change, in a step that looks."""
+        """Begin a tower's pass; in a step that looks, note what it might change."""
         if self.looks:
             self.modes.start_pass()
             self.outside.start_looking()
             self._generators.note()
             self.numbers.start_pass(tower)
+        if not self.follows:
+            self.flow.start_other_pass()
 
     def follow(self, tower: int, num_rows: int, rows: Iterable[Tensor], *, is_comparable: bool) -> None:
         """Follow the values of a tower's rows in a step that `follows`; see `FlowWatch.start_pass`."""
@@ -177,8 +179,7 @@ class Watch:
         """Stop recording which modules run, once a tower has passed its loss or an error ends its pass."""
         if self.looks:
             self.outside.stop_looking()
-        if self.follows:
-            self.flow.pause()
+        self.flow.pause()
 
     def go_on(self) -> None:
         """Follow a pass again after its backward: the program may still make values and keep them."""
@@ -191,6 +192,8 @@ class Watch:
             self.outside.stop_looking()
         if self.follows:
             self.flow.stop()
+        else:
+            self.flow.pause()
 
     def check_pass(self, who: str, loss: Tensor, *, is_outer: bool) -> None:
         """Check after a tower's forward.

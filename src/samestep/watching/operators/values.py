@@ -20,7 +20,15 @@ def is_readable(tensor: Tensor) -> bool:
     if is_lazy(tensor):
         return False
     is_known = tensor.is_cpu or (tensor.is_cuda and not torch.cuda.is_current_stream_capturing())
-    return is_known and is_dense(tensor)
+    return is_known and is_dense(tensor) and not tensor.is_quantized and _has_memory(tensor)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are in memory: not the zeros of forward mode, nor what `vmap` maps."""
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:
+        return False
 
 
 def checksum_of_value(tensor: Tensor) -> int:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from samestep.errors import UsageError
 from samestep.watching.losses.loss_forms import LossForm
@@ -23,8 +19,10 @@ from samestep.watching.passes.beside import COUNTED_NUMBER, LEFT_NUMBER, Beside
 from samestep.watching.passes.draws import GENERATOR, INSTEAD_OF_DRAWN, Draws
 from samestep.watching.passes.kept_numbers import KeptNumbers
 from samestep.watching.passes.messages import Messages
+from samestep.watching.passes.other_formulas import OtherFormulas
 from samestep.watching.passes.own_code import OwnCode
 from samestep.watching.passes.pass_counts import PassCounts
+from samestep.watching.passes.pass_mode import PassMode
 from samestep.watching.passes.pass_operators import PassOperators
 from samestep.watching.passes.reads import Reads
 from samestep.watching.passes.weight_updates import WeightUpdates
@@ -32,20 +30,7 @@ from samestep.watching.program.reach import Named
 
 aten = torch.ops.aten
 
-__all__ = ["FlowWatch", "not_followed"]
-
-_is_off = ContextVar("_is_off", default=False)
-
-
-@contextmanager
-def not_followed() -> Iterator[None]:
-    """Turn off `FlowWatch` in this thread, for a tool that inspects passes with a mode of its own."""
-    token = _is_off.set(True)
-    try:
-        yield
-    finally:
-        _is_off.reset(token)
-
+__all__ = ["FlowWatch"]
 
 _INSTEAD_OF_KEPT = (
     "a hidden state, a running mean, a memory of samples, a mask or the like, which with another number of "
@@ -54,7 +39,7 @@ _INSTEAD_OF_KEPT = (
 )
 
 
-class FlowWatch(TorchDispatchMode):
+class FlowWatch(PassMode):
     """Follows the towers' rows and random numbers through the operators of their passes.
 
     What a program keeps from one pass to the next reaches only the towers of the same worker. That is
@@ -68,17 +53,13 @@ class FlowWatch(TorchDispatchMode):
         messages: which ones the loop over towers sends.
         batch_reads: what passes read of the batch of all towers.
         own_code: whether code of the program runs in backward.
+        formulas: whether derivatives have other bits if they are followed.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._origins = Origins()
         self._tower = -1
-        self._follows = False  # in this pass
-        self._thread = 0  # in which it began
-        self._is_paused = True
         self._is_backward = False
         self._updates = WeightUpdates()
         self._shared: dict[int, Kept] = {}  # those of the model's tensors before the pass
@@ -92,16 +73,7 @@ class FlowWatch(TorchDispatchMode):
         self.operators = PassOperators(self.reads)
         self.messages = Messages()
         self.own_code = OwnCode()
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Let compiled code stay compiled under this mode."""
-        return True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Look at nothing inside compiled code."""
-        return True
+        self.formulas = OtherFormulas()
 
     def start_step(self) -> None:
         """Forget the step before."""
@@ -135,6 +107,7 @@ class FlowWatch(TorchDispatchMode):
         held = list(rows)
         self._tower = tower
         self._draws.start_pass()
+        self.formulas.start_pass()
         self._kept_numbers.start_pass(functions)
         self._of_loss.start_pass(num_rows, held)
         self.batch_reads.start_pass(held, is_known=is_comparable)
@@ -145,10 +118,8 @@ class FlowWatch(TorchDispatchMode):
         self._counts.start_pass(held)
         self.note_own(held)
         self.beside.start_pass(num_rows, held)
-        self._follows = _get_current_dispatch_mode() in (None, self) and not _is_off.get()
-        self._thread = threading.get_ident()
-        self.resume()
-        self.reads.start(is_known=is_comparable and self._follows)
+        self.begin()
+        self.reads.start(is_known=is_comparable and self.follows)
         self.operators.start_pass(tower, held, shared)
 
     def note_own(self, tensors: Iterable[Tensor]) -> None:
@@ -158,17 +129,13 @@ class FlowWatch(TorchDispatchMode):
 
     def pause(self) -> None:
         """Follow nothing, until `resume`."""
-        self._is_paused = True
         self.reads.stop()
-        if _get_current_dispatch_mode() is self:  # not if the pass has entered a mode of its own since
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        super().pause()
 
-    def resume(self) -> None:
-        """Go on after `pause`; not in another thread, whose operators would be followed ever after."""
-        if self._follows and threading.get_ident() == self._thread:
-            self._is_paused = False
-            if _get_current_dispatch_mode() is None:
-                self.__enter__()  # type: ignore[no-untyped-call]
+    def start_other_pass(self) -> None:
+        """Begin a pass that is not followed, under this mode where that changes its bits."""
+        if self.formulas.in_forwards:
+            self.begin(follows=False)
 
     def run_backward(
         self, backward: Callable[[], None], parameters: Sequence[Tensor], *, is_comparable: bool
@@ -187,7 +154,8 @@ class FlowWatch(TorchDispatchMode):
         """
         is_in_this_thread = all(each.is_cpu for each in parameters)  # what others call and read is not seen
         self.own_code.is_found |= not is_in_this_thread
-        if not self.own_code.is_expected or threading.get_ident() != self._thread:
+        is_followed = self.own_code.is_expected and not self.formulas.in_backward
+        if not (is_followed and self.is_in_its_thread):
             with self.own_code.looked_for():
                 backward()
             return []
@@ -207,7 +175,7 @@ class FlowWatch(TorchDispatchMode):
     def stop(self) -> None:
         """End a pass."""
         self.pause()
-        self._follows = False
+        self.follows = False
         self._of_loss.clear()
         self.operators.stop_pass()
 
@@ -219,7 +187,7 @@ class FlowWatch(TorchDispatchMode):
         Raises:
             UsageError: names the towers and the tensor.
         """
-        if not self._follows:
+        if not self.follows:
             return
         self.batch_reads.check(who)
         origin = self._origins.of(loss)
@@ -236,7 +204,7 @@ class FlowWatch(TorchDispatchMode):
         Raises:
             UsageError: names the towers and the tensor.
         """
-        for gradient in gradients if self._follows else ():
+        for gradient in gradients if self.follows else ():
             self._check_origin(f"{who}: its gradients depend", self._origins.of(gradient))
         self._draws.check(who)
 
@@ -302,7 +270,7 @@ class FlowWatch(TorchDispatchMode):
     ) -> Any:
         """Run an operator, and note the origin of its results."""
         kwargs = kwargs or {}
-        if self._is_paused:
+        if self.is_paused:
             return func(*args, **kwargs)
         with self.reads.ignored():
             if self._is_backward:
@@ -312,6 +280,7 @@ class FlowWatch(TorchDispatchMode):
     def _run(self, call: Call) -> Any:
         if not self._is_backward:
             self.messages.note(call.func)
+            self.formulas.note(call.func)
         self.operators.start(call)
         generator = call.kwargs.get("generator")
         drawn = self._draws.start(generator, 1 << self._tower)
