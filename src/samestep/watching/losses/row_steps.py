@@ -73,7 +73,8 @@ class RowSteps:
         dimension = argument(call.func, "dim", call.args, call.kwargs, 0) % tensor.dim()
         if self._rows.dimension_of(tensor) != dimension or tensor.shape[dimension] != self._rows.num_rows:
             return
-        first = 0 if call.name == "unbind" else (call.args[2] or 0) % self._rows.num_rows
+        name = "index" if call.name == "select" else "start"  # `unbind` has neither
+        first = (argument(call.func, name, call.args, call.kwargs) or 0) % self._rows.num_rows
         for at, each in enumerate(tensors_in((result,)), first):
             if call.name == "slice" and each.shape[dimension] != 1:
                 return

@@ -16,7 +16,7 @@ from torch import nn
 
 from samestep.errors import warn
 from samestep.watching.program.code_flow import CodeFlow
-from samestep.watching.program.code_values import Value
+from samestep.watching.program.code_values import Value, attribute_of
 from samestep.watching.program.reach import functions_of
 from samestep.watching.program.source_code import SourceCode
 
@@ -128,7 +128,7 @@ def _carried_on(
     others = {type(each): each for each in reversed(known) if isinstance(each, nn.Module)}
     # They may have run in a library's, such as `nn.Sequential`; the model comes first.
     for module in dict.fromkeys([*reversed(others.values()), *modules]):
-        flow.run_function(type(module).forward, [Value.of(module)])
+        flow.run_function(attribute_of(type(module), "forward"), [Value.of(module)])
     visited = modules if pass_function is None else [of() for of, _ in places]
     return [
         (of, name)

@@ -290,9 +290,10 @@ class Calls(ast.NodeVisitor, ABC):
             case type() as kind:
                 return self._make(kind, arguments, named)
             case nn.Module() as module:
-                return self._call_function(type(module).forward, [called, *arguments], named)
+                forward = attribute_of(type(module), "forward")
+                return self._call_function(forward, [called, *arguments], named)
             case NewObject(kind=type() as kind) if issubclass(kind, nn.Module):
-                return self._call_function(kind.forward, [called, *arguments], named)
+                return self._call_function(attribute_of(kind, "forward"), [called, *arguments], named)
         return self._call_function(_attribute(called, "__call__"), [called, *arguments], named)
 
     def _call_special(self, holder: Value, name: str, *others: Value) -> Value | None:
