@@ -110,6 +110,40 @@ def train(job, make, loss_of, path=None, resumes_at=None):
     return samestep.digest(model)
 
 
+def contrast(job, resumes_at=None, path=None):
+    """Train by a loss of the whole batch; its passes run twice, and are followed the second time."""
+    torch.manual_seed(0)
+    model = normed(nn.LayerNorm(16))
+    towers = Towers(model, 6, job=job)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    state = {"model": model, "towers": towers, "optimizer": optimizer}
+    if resumes_at is not None:
+        samestep.load(path, **state)
+
+    def forward(x):
+        return torch.cat(torch.func.jvp(model, (x,), (torch.randn_like(x),)), 1)
+
+    def loss(outputs, batch):
+        near = F.normalize(outputs, dim=1)
+        return F.cross_entropy(near @ near.T, torch.arange(len(near)).roll(1))
+
+    while towers.step < STEPS:
+        inputs = torch.randn(24, 6, generator=torch.Generator().manual_seed(towers.step))
+        towers.whole_batch(inputs, forward, loss)
+        towers.average()
+        optimizer.step()
+        if path is not None and towers.step == 2:
+            samestep.save(path, **state)
+    return samestep.digest(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_losses_of_the_whole_batch_have_the_same_bits(tmp_path):
+    found = {*values(lambda job: contrast(job, path=tmp_path), 1), *values(contrast, 2), *values(contrast, 3)}
+    found |= {*values(lambda job: contrast(job, resumes_at=2, path=tmp_path), 2)}
+    assert len(found) == 1
+
+
 @pytest.mark.filterwarnings("ignore:Tower.*compares rows", "ignore:.*torch.jit.script")
 @pytest.mark.parametrize(("make", "loss_of"), mostly_long(PROGRAMS, 6))
 def test_steps_have_the_same_bits_on_any_number_of_workers_and_after_a_resume(make, loss_of, tmp_path):

@@ -105,7 +105,7 @@ def _run_first_passes(run: StepRun, kept: KeptBuffers, forward: Forward) -> dict
             seed_globals(tower_seed(run.seed, run.step, tower), run.job.device)
             # A copy, because a forward may write to its batch, and the second pass needs the same rows.
             own_batch = mapped(copied, batch)
-            run.watch.start_pass(tower)
+            run.watch.start_pass(tower, is_first_of_two=True)
             try:
                 tensors, outline = take_apart(forward(own_batch))
                 outputs = [_contiguous_copy(tensor.detach()) for tensor in tensors]

@@ -140,15 +140,15 @@ class Watch:
         if self.follows:
             self.flow.batch_reads.start_step(batch())
 
-    def start_pass(self, tower: int) -> None:
-        """Begin a tower's pass; in a step that looks, note what it might change."""
+    def start_pass(self, tower: int, *, is_first_of_two: bool = False) -> None:
+        """Begin a tower's pass, or the first of its two; in a step that looks, note what it might change."""
         if self.looks:
             self.modes.start_pass()
             self.outside.start_looking()
             self._generators.note()
             self.numbers.start_pass(tower)
-        if not self.follows:
-            self.flow.start_other_pass()
+        if not self.follows or is_first_of_two:
+            self.flow.start_other_pass(is_followed_later=self.follows)
 
     def follow(self, tower: int, num_rows: int, rows: Iterable[Tensor], *, is_comparable: bool) -> None:
         """Follow the values of a tower's rows in a step that `follows`; see `FlowWatch.start_pass`."""

@@ -132,9 +132,9 @@ class FlowWatch(PassMode):
         self.reads.stop()
         super().pause()
 
-    def start_other_pass(self) -> None:
-        """Begin a pass that is not followed, under this mode where that changes its bits."""
-        if self.formulas.in_forwards:
+    def start_other_pass(self, *, is_followed_later: bool = False) -> None:
+        """Begin a pass that is not followed now, under this mode where that changes its bits."""
+        if self.formulas.in_forwards or is_followed_later:
             self.begin(follows=False)
 
     def run_backward(
