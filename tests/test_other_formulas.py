@@ -80,11 +80,11 @@ def filled(y):
 
 PROGRAMS = [
     (net, without_penalty(product)),
-    (net, with_penalty(product)),
     (net, with_penalty(lambda y: y.sigmoid().cumprod(-1)[:, -1])),
+    (lambda: normed(nn.LayerNorm(16)), in_forward_mode),
+    (net, with_penalty(product)),
     (net, with_penalty(determinants)),
     (net, without_penalty(filled)),
-    (lambda: normed(nn.LayerNorm(16)), in_forward_mode),
     (lambda: normed(nn.LayerNorm(16)), with_dual_numbers),
     (lambda: normed(nn.BatchNorm1d(16)), with_dual_numbers),
     (grouped, in_forward_mode),
@@ -137,6 +137,7 @@ def contrast(job, resumes_at=None, path=None):
     return samestep.digest(model)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_losses_of_the_whole_batch_have_the_same_bits(tmp_path):
     found = {*values(lambda job: contrast(job, path=tmp_path), 1), *values(contrast, 2), *values(contrast, 3)}
@@ -145,7 +146,7 @@ def test_losses_of_the_whole_batch_have_the_same_bits(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Tower.*compares rows", "ignore:.*torch.jit.script")
-@pytest.mark.parametrize(("make", "loss_of"), mostly_long(PROGRAMS, 6))
+@pytest.mark.parametrize(("make", "loss_of"), mostly_long(PROGRAMS, 3))
 def test_steps_have_the_same_bits_on_any_number_of_workers_and_after_a_resume(make, loss_of, tmp_path):
     found = {*values(lambda job: train(job, make, loss_of, tmp_path), 1)}
     for num_workers in (2, 3):
