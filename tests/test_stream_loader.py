@@ -1,5 +1,6 @@
 import copy
 import doctest
+import itertools
 import random
 from contextlib import nullcontext
 from functools import partial
@@ -238,7 +239,7 @@ def test_a_function_that_takes_a_start_reads_nothing_that_was_read():
     loader = StreamLoader(noted, BATCH_SIZE, towers, seed=3)
     loader.load_state_dict({**loader.state_dict(), "position": 3, "batches_of_epoch": 3})
     next(iter(loader))
-    assert starts == [0, 0, 9, 9, 6, 6, 6, 6, 6]  # the run's first examples are compared
+    assert starts == [0, 0, 0, 9, 9, 6, 6, 6, 6, 6]  # the run's first examples are compared
 
 
 @pytest.mark.parametrize(
@@ -348,6 +349,48 @@ def test_a_stream_that_is_another_one_each_time_is_refused():
         UsageError, match="tower 0 gets different examples when they are read again: expected a sou"
     ):
         next(iter(StreamLoader(shuffled, BATCH_SIZE, make_towers(None))))
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(1000))
+
+
+class Shuffled(IterableDataset):
+    """Shuffles by a generator of its own, which goes on from one tower to the next."""
+
+    own = random.Random(0)
+
+    def __iter__(self):
+        numbers = list(range(1000))
+        self.own.shuffle(numbers)
+        return iter(numbers)
+
+
+def counting():
+    counted = itertools.count()
+    return lambda rows: torch.tensor(rows) + next(counted)
+
+
+def centering():
+    kept = {}
+    return lambda rows: torch.tensor(rows) - kept.setdefault("first", rows[0])
+
+
+@pytest.mark.parametrize("num_processes", [1, 0])
+@pytest.mark.parametrize(("source", "collate"), [(Shuffled(), None), (Numbers(), counting())])
+def test_state_that_goes_on_from_tower_to_tower_is_refused(source, collate, num_processes):
+    loader = StreamLoader(
+        source, BATCH_SIZE, make_towers(None), collate_fn=collate, num_workers=num_processes
+    )
+    with pytest.raises(UsageError, match="tower 0 gets different examples when they are read again"):
+        next(iter(loader))
+
+
+def test_state_of_the_first_rows_in_a_loader_process_is_refused():
+    loader = StreamLoader(Numbers(), BATCH_SIZE, make_towers(None), collate_fn=centering(), num_workers=1)
+    with pytest.raises(UsageError, match="tower 0 gets different examples when they are read again"):
+        next(iter(loader))
 
 
 def test_a_stream_that_is_another_one_on_each_worker_is_refused_on_all():

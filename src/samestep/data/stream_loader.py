@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -56,8 +57,9 @@ class StreamLoader:
     still hold is not read. To find that out, workers exchange a message of some bytes before each batch, so
     request the next batch between two steps.
 
-    Before the first batch, each worker reads the first rows of tower 0 twice, and all compare them. A
-    checkpoint holds their checksum, and a run that continues with another stream gets a warning.
+    Before the first batch, each worker reads the first rows of tower 0 twice, the second time after those of
+    the last tower, and all compare them. A checkpoint holds their checksum, and a run that continues with
+    another stream gets a warning.
 
     After a resume in the middle of an epoch, or for towers that move to another worker, earlier examples are
     read and skipped, unless `source` has a parameter `start`.
@@ -305,11 +307,14 @@ class StreamLoader:
         return reading(reader, self._towers.job, self._options, num_workers=num_processes)
 
     def _check_source(self) -> None:
-        """Read the run's first rows of tower 0 twice on all workers, and check that they are the same."""
+        """Read the run's first rows of tower 0 twice on all workers, and check that they are the same.
+
+        The second time, those of the last tower are read before, in the same process.
+        """
         checksum, error = 0, None
         try:
-            checksum, again = self._first_checksum(), self._first_checksum()
-            if checksum != again:
+            checksum = self._first_checksum([0])
+            if checksum != self._first_checksum([self._towers.placement.num_towers - 1, 0]):
                 raise UsageError(
                     "StreamLoader: tower 0 gets different examples when they are read again: expected "
                     f"{_HINT}"
@@ -328,12 +333,13 @@ class StreamLoader:
             )
         self._checksum, self._is_checked, self._has_read = checksum, True, True
 
-    def _first_checksum(self) -> int:
-        """Return the fingerprint of tower 0's first batch."""
-        first = Placement.even(self._towers.placement.num_towers, 1).rows(0, self.batch_size)[0]
+    def _first_checksum(self, towers: Sequence[int]) -> int:
+        """Read the first batches of some towers; return the fingerprint of the last of them."""
+        ranges = Placement.even(self._towers.placement.num_towers, 1).rows(0, self.batch_size)
+        rows = {tower: ranges[tower] for tower in towers}
         num_processes = min(self._options.get("num_workers", 0), 1)
-        with closing(self._reading_of({0: first}, num_processes, 0, 0, 0)()) as items:
-            batch = next(items)
+        with closing(self._reading_of(rows, num_processes, 0, 0, 0)()) as items:
+            *_, batch = islice(items, len(rows))
         return fingerprint(Whole(batch))
 
     def _check_unmoved(self, expected: int, number: int) -> None:

@@ -11,7 +11,8 @@ __all__ = ["OtherFormulas"]
 _aten: Any = torch.ops.aten
 
 _OPERATORS = {
-    *(_aten.prod, _aten.cumprod, _aten.masked_fill, _aten._linalg_det, _aten.linalg_lstsq, _aten.ormqr),
+    *(_aten.prod, _aten.cumprod, _aten._linalg_det, _aten.linalg_lstsq, _aten.ormqr),
+    _aten.masked_fill.Tensor,
 }
 """Operators whose derivatives have two formulas, found by trying those of PyTorch 2.13's own tests; see
 `areAnyTensorSubclassLike` in
@@ -42,10 +43,10 @@ class OtherFormulas:
 
     def note(self, func: Any) -> None:
         """Note an operator of a forward."""
-        kind = func.overloadpacket
+        kind = getattr(func, "overloadpacket", func)  # one of higher order has none
         if kind in _FORWARD_MODE:
             self.in_backward = self.in_forwards = True
-        elif kind in _OPERATORS:
+        elif kind in _OPERATORS or func in _OPERATORS:
             self.in_backward = True
         elif self.in_backward and not self.in_forwards:
             # Within a backward of the program's own, such as `torch.autograd.grad`.
