@@ -93,6 +93,14 @@ PROGRAMS = [
 
 
 def train(job, make, loss_of, path=None, resumes_at=None):
+    def run_passes(model, towers, inputs):
+        for tower in towers(inputs):
+            tower.backward(loss_of(model, tower.batch))
+
+    return take_steps(job, make, run_passes, path, resumes_at)
+
+
+def take_steps(job, make, run_passes, path, resumes_at):
     torch.manual_seed(0)
     model = make()
     towers = Towers(model, 6, job=job)
@@ -101,8 +109,7 @@ def train(job, make, loss_of, path=None, resumes_at=None):
     if resumes_at is not None:
         samestep.load(path, **state)
     while towers.step < STEPS:
-        for tower in towers(torch.randn(24, 6, generator=torch.Generator().manual_seed(towers.step))):
-            tower.backward(loss_of(model, tower.batch))
+        run_passes(model, towers, torch.randn(24, 6, generator=torch.Generator().manual_seed(towers.step)))
         towers.average()
         optimizer.step()
         if path is not None and towers.step == 2:
@@ -110,31 +117,20 @@ def train(job, make, loss_of, path=None, resumes_at=None):
     return samestep.digest(model)
 
 
-def contrast(job, resumes_at=None, path=None):
+def contrast(job, path=None, resumes_at=None):
     """Train by a loss of the whole batch; its passes run twice, and are followed the second time."""
-    torch.manual_seed(0)
-    model = normed(nn.LayerNorm(16))
-    towers = Towers(model, 6, job=job)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    state = {"model": model, "towers": towers, "optimizer": optimizer}
-    if resumes_at is not None:
-        samestep.load(path, **state)
 
-    def forward(x):
-        return torch.cat(torch.func.jvp(model, (x,), (torch.randn_like(x),)), 1)
+    def run_passes(model, towers, inputs):
+        def forward(x):
+            return torch.cat(torch.func.jvp(model, (x,), (torch.randn_like(x),)), 1)
+
+        towers.whole_batch(inputs, forward, loss)
 
     def loss(outputs, batch):
         near = F.normalize(outputs, dim=1)
         return F.cross_entropy(near @ near.T, torch.arange(len(near)).roll(1))
 
-    while towers.step < STEPS:
-        inputs = torch.randn(24, 6, generator=torch.Generator().manual_seed(towers.step))
-        towers.whole_batch(inputs, forward, loss)
-        towers.average()
-        optimizer.step()
-        if path is not None and towers.step == 2:
-            samestep.save(path, **state)
-    return samestep.digest(model)
+    return take_steps(job, lambda: normed(nn.LayerNorm(16)), run_passes, path, resumes_at)
 
 
 @pytest.mark.long

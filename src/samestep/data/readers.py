@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -102,6 +102,10 @@ class Request:
     compared: int | None = None
     collated: NDArray[np.int64] | None = None
 
+    def without_comparison(self) -> Request:
+        """Return a request for the same examples, with nothing to compare."""
+        return replace(self, compared=None, collated=None)
+
 
 class Compared(NamedTuple):
     """Checksums, for all workers to compare: of an example, and of a collated tower, or 0."""
@@ -112,7 +116,7 @@ class Compared(NamedTuple):
 
 def collates_at(position: int) -> bool:
     """Return whether all workers collate and compare tower 0's rows: in batches 0, 1, 2, 4, 8, 16, ..."""
-    return position & (position - 1) == 0
+    return _is_power_of_two_or_0(position)
 
 
 def compares_at(position: int, num_batches: int) -> bool:
@@ -124,8 +128,12 @@ def compares_at(position: int, num_batches: int) -> bool:
     [0, 1, 2, 4, 8, 10, 16, 20, 32, 40, 64]
     """
     epoch, number = divmod(position, num_batches)
-    starts_epoch = number == 0 and collates_at(epoch)
+    starts_epoch = number == 0 and _is_power_of_two_or_0(epoch)
     return position % COMPARE_EVERY == 0 or collates_at(position) or starts_epoch
+
+
+def _is_power_of_two_or_0(number: int) -> bool:
+    return number & (number - 1) == 0
 
 
 class _First(NamedTuple):

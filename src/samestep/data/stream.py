@@ -99,7 +99,7 @@ class Stream:
         """Read a tower's slice, or the number to compare, now."""
         examples = {tower: request.examples[tower]} if tower != COMPARED else {}
         if tower not in (COMPARED, 0):
-            request = replace(request, compared=None, collated=None)
+            request = request.without_comparison()
         return self._reader[replace(request, examples=examples)][tower]
 
     def _split(self, requests: Iterator[Request]) -> Generator[Request]:
@@ -108,7 +108,7 @@ class Stream:
             for number, part in enumerate(self._parts(request)):
                 if (request.position, max(part, default=COMPARED)) >= self._wanted:
                     if number:  # what is compared is read with the first part
-                        request = replace(request, compared=None, collated=None)
+                        request = request.without_comparison()
                     self._asked.append(replace(request, examples=part))
                     yield self._asked[-1]
 

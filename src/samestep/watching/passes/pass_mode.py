@@ -54,8 +54,8 @@ class PassMode(TorchDispatchMode):
         is_possible = _get_current_dispatch_mode() in (None, self) and not _is_off.get()
         self.follows = follows and is_possible
         self._thread = threading.get_ident()
-        self.resume()
-        if is_possible and not follows:
+        if is_possible:
+            self.is_paused = not follows
             self._enter()
 
     @property
