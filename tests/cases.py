@@ -16,6 +16,14 @@ def mostly_long(cases: Iterable, num_short: int) -> list:
     ]
 
 
+def seeds(count: int, num_short: int) -> list:
+    """Return seeds of random programs: `make test-all` runs the first 60, and `make slow` the others."""
+    return [
+        *mostly_long(range(min(count, 60)), num_short),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(60, count)),
+    ]
+
+
 def with_long(names: Iterable[str], long: Collection[str]) -> list:
     """Return names for `parametrize`, with those in `long` marked `long`."""
     names = list(names)

@@ -18,6 +18,8 @@ from .cases import mostly_long
 from .nets import batch_of, loss_of, net, run_passes, take_step
 from .simulation import simulate, values
 
+pytestmark = pytest.mark.sampled
+
 KEPT, REFUSED = {}, {}
 
 
@@ -40,7 +42,6 @@ def refused(error, *words, alone=True):
     return register
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 1))
 @pytest.mark.parametrize("name", REFUSED)
 def test_all_workers_are_told(name, num_workers):
@@ -54,7 +55,6 @@ def test_all_workers_are_told(name, num_workers):
         assert all(word in outcome.text for word in words), outcome.text
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 @pytest.mark.parametrize("name", KEPT)
 def test_any_number_of_workers_takes_the_same_steps(name, num_workers):

@@ -13,6 +13,8 @@ from .nets import unseen_count
 from .test_flow import Program, errors
 from .test_pass_operators import ANOTHER_WAY, warnings_of
 
+pytestmark = pytest.mark.sampled
+
 OTHER_GRADIENTS = ANOTHER_WAY.replace("loss was", "gradients were").replace("that", "those")
 WORKERS = mostly_long([3, 1, 2], 1)
 
@@ -263,7 +265,6 @@ class Shared(Program):
         return F.cross_entropy(outputs + outputs * outputs.sigmoid() + outputs.flip(1), y)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 7], 1))
 @pytest.mark.parametrize(
     "program",

@@ -10,6 +10,8 @@ from .nets import batch_of
 from .test_flow import Program
 from .test_row_losses import told_of
 
+pytestmark = pytest.mark.sampled
+
 WHOLE = "has read the whole batch and none of its own rows"
 
 

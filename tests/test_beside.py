@@ -21,6 +21,8 @@ from .cases import mostly_long
 from .nets import batch_of, net
 from .simulation import simulate, values
 
+pytestmark = pytest.mark.sampled
+
 WORKERS = mostly_long([2, 3], 1)
 BY_SOURCE_CODE = pytest.mark.filterwarnings("ignore:computed from the passes of this worker alone")
 """Another check warns before the first step."""
@@ -188,7 +190,6 @@ class InAFunction(Program):
 
 
 @BY_SOURCE_CODE
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize(
     ("program", "name"),
@@ -218,7 +219,6 @@ def test_what_workers_make_of_their_own_towers_is_refused(program, name, num_wor
 
 
 @BY_SOURCE_CODE
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("program", "name"),
     [
@@ -447,7 +447,6 @@ class Teacher(Program):
                 p.lerp_(q, 0.1)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([3, 7, 2], 1))
 @pytest.mark.parametrize(
     "program",

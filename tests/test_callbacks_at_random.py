@@ -5,7 +5,7 @@ from textwrap import indent
 
 import pytest
 
-from .cases import mostly_long
+from .cases import seeds
 from .test_decisions_at_random import VALUES
 from .test_state_at_random import HOLDERS
 from .written_code import imported, ran
@@ -142,8 +142,7 @@ def written(seed):
     return code, is_carried or ("seen" not in decision and is_set_in != "after_step")
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("seed", mostly_long(range(200), 3))
+@pytest.mark.parametrize("seed", seeds(200, 1))
 def test_what_depends_on_a_workers_own_passes_is_told_of(seed, tmp_path):
     code, depends = written(seed)
     module = imported(code, tmp_path / f"callbacks_{seed}.py")

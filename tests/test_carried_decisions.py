@@ -11,6 +11,8 @@ from .nets import batch_of, net
 from .test_flow import Program
 from .test_pass_operators import warnings_of
 
+pytestmark = pytest.mark.sampled
+
 DECIDED = "a pass decides on its loss by "
 
 
@@ -196,7 +198,6 @@ class InAStep(Decides):
         self.digest = ""
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2, 7], 1))
 @pytest.mark.parametrize(
     "program",
@@ -329,7 +330,6 @@ class OfOwnGenerator(Decides):
         return loss * 2 if torch.rand((), generator=self.generator).item() > 0.5 else loss
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 1))
 @pytest.mark.parametrize(
     "program",

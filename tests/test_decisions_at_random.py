@@ -6,7 +6,7 @@ from textwrap import indent
 
 import pytest
 
-from .cases import mostly_long
+from .cases import seeds
 from .simulation import simulate
 from .test_state_at_random import HOLDERS
 from .written_code import imported
@@ -106,8 +106,7 @@ def written(seed):
     return code, is_shared
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("seed", mostly_long(range(400), 6))
+@pytest.mark.parametrize("seed", seeds(400, 2))
 def test_only_what_is_decided_by_a_workers_own_passes_is_told_of(seed, tmp_path):
     code, is_shared = written(seed)
     module = imported(code, tmp_path / f"decision_{seed}.py")

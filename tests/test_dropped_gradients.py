@@ -9,6 +9,8 @@ from samestep import Towers
 from .nets import batch_of, loss_of, net, run_passes
 from .simulation import values
 
+pytestmark = pytest.mark.sampled
+
 WORDS = "lacks gradients that parameters had before step"
 
 

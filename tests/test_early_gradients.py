@@ -12,6 +12,8 @@ from .cases import mostly_long
 from .nets import batch_of, loss_of, net, run_passes
 from .simulation import simulate
 
+pytestmark = pytest.mark.sampled
+
 WORKERS = mostly_long([1, 2, 3], 2)
 
 

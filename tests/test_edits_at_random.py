@@ -5,7 +5,7 @@ from textwrap import indent
 
 import pytest
 
-from .cases import mostly_long
+from .cases import seeds
 from .written_code import check_told
 
 EDITS = [
@@ -127,7 +127,6 @@ def written(seed):
     )
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("seed", mostly_long(range(300), 6))
+@pytest.mark.parametrize("seed", seeds(300, 2))
 def test_weights_do_not_depend_on_the_workers_unless_it_is_told(seed, tmp_path):
     check_told(written(seed), tmp_path / f"edits_{seed}.py", is_seen_alone=True)

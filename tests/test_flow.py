@@ -21,6 +21,8 @@ from .cases import mostly_long
 from .nets import batch_of, loss_of, net
 from .simulation import simulate, values
 
+pytestmark = pytest.mark.sampled
+
 WORKERS = mostly_long([3, 1, 2], 1)
 DEPENDS = "its loss depends on rows or random numbers of tower"
 
@@ -297,7 +299,6 @@ class GradientsThatAddUp(Program):
         return F.mse_loss(self.model(x), self.quick(x).detach())
 
 
-@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("num_workers", WORKERS)
@@ -688,7 +689,6 @@ class OutputsOfBefore(Program):
         return F.cross_entropy(self.model(x) - self.center, y)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2, 7], 1))
 @pytest.mark.parametrize(
     "program",

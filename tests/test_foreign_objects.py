@@ -16,6 +16,8 @@ from samestep import Towers
 from .cases import mostly_long
 from .simulation import values
 
+pytestmark = pytest.mark.sampled
+
 
 def net():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))

@@ -5,7 +5,7 @@ from textwrap import indent
 
 import pytest
 
-from .cases import mostly_long
+from .cases import seeds
 from .written_code import check_told
 
 BODIES = [
@@ -153,7 +153,6 @@ def written(seed):
     )
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("seed", mostly_long(range(200), 6))
+@pytest.mark.parametrize("seed", seeds(200, 2))
 def test_weights_do_not_depend_on_the_workers_unless_it_is_told(seed, tmp_path):
     check_told(written(seed), tmp_path / f"hooks_{seed}.py", ignored="a hook on 0.weight sees")

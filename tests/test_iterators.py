@@ -13,6 +13,8 @@ from .cases import mostly_long
 from .test_flow import Program
 from .test_pass_operators import warnings_of
 
+pytestmark = pytest.mark.sampled
+
 WORKERS = mostly_long([1, 2, 3], 2)
 OTHERS = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
 
@@ -134,7 +136,6 @@ class Numbered(Zipped):
         self.digest = None
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize(
     ("program", "name"),
@@ -200,7 +201,6 @@ class NumberedForTheLog(Program):
         self.digest = samestep.digest(self.model)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("program", [OncePerStep, FromTheBeginning, OfThePass, NumberedForTheLog])
 def test_what_every_tower_gets_alike_gives_no_warning(program, num_workers):

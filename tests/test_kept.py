@@ -19,6 +19,8 @@ from .cases import mostly_long, with_long
 from .nets import batch_of, loss_of, net, run_passes, take_step
 from .simulation import simulate, values
 
+pytestmark = pytest.mark.sampled
+
 PROGRAMS = {}
 
 
@@ -686,7 +688,6 @@ def raising(error, where):
     return fail
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "settings",
     [
@@ -890,7 +891,6 @@ LONG = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:a hook on 0.weight sees each tower's sum")
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 @pytest.mark.parametrize("name", with_long(PROGRAMS, LONG))

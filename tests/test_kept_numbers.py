@@ -16,6 +16,8 @@ from .cases import mostly_long
 from .simulation import simulate
 from .test_flow import Program
 
+pytestmark = pytest.mark.sampled
+
 WORKERS = mostly_long([1, 2, 3], 2)
 kept = {"mean": 0.0}
 
@@ -127,7 +129,6 @@ class InClosure(Baseline):
         return super().build()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("program", [Baseline, AsTensor, Filled, InList, InClass, InGlobal, InClosure])
 def test_a_number_that_another_pass_has_left_is_named_once_on_each_worker(program, num_workers):
@@ -429,7 +430,6 @@ def told_of(program, num_workers):
     return [str(each.message) for each in caught if "which each pass computes from" in str(each.message)]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([1, 2, 7], 2))
 @pytest.mark.parametrize(
     ("program", "name"),
@@ -449,7 +449,6 @@ def test_a_number_that_a_pass_computes_from_what_it_finds_is_named(program, name
     assert re.search(f"its loss depends on (.*, )?{name}(,.*)?, which", told[0])
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([1, 2, 3], 2))
 @pytest.mark.parametrize(
     ("program", "name"),
@@ -826,7 +825,6 @@ class AfterTheStep(Baseline):
         return super().batch(step)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize(
     "program",

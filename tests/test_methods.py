@@ -18,6 +18,8 @@ from .cases import mostly_long
 from .nets import batch_of, loss_of, net
 from .simulation import simulate, values
 
+pytestmark = pytest.mark.sampled
+
 TOWERS = mostly_long([7, 4], 1)
 
 
@@ -199,7 +201,6 @@ class Codes(nn.Module):
         return x
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_towers", TOWERS)
 @pytest.mark.parametrize("statistics", mostly_long(["pooled", "mean", "first"], 2))
 def test_a_forward_that_the_backward_runs_again_changes_buffers_once(statistics, num_towers):
@@ -398,7 +399,6 @@ def of_several_tasks(tower, model):
 DIVIDED = r"entries \(a sum divided by their number or weights\): [\d.]+ in Tower\("
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([1, 3, 2], 2))
 @pytest.mark.parametrize(
     ("loss", "words"),
@@ -505,7 +505,6 @@ def by_equal_weights(tower, model):
     return sums + (each * (normalized * len(normalized))).mean()
 
 
-@pytest.mark.sampled
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("num_rows", [15, 18, 9])
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from .cases import mostly_long
 from .simulation import values
 from .test_trainer import trainer_of
 
+pytestmark = pytest.mark.sampled
+
 
 class Net(nn.Module):
     """Has a dropout, a batch norm, and a temperature, which is a plain number."""
@@ -88,7 +90,6 @@ WAYS = [(3, False), (1, True), (3, True), (1, False)]
 """How many workers train it, and whether it is compiled."""
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("num_workers", "compiled"), mostly_long(WAYS, 1))
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_loading_does_not_restore_is_named_once(what, compiled, num_workers, tmp_path):

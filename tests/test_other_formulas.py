@@ -16,6 +16,8 @@ from samestep.watching.passes.other_formulas import OtherFormulas
 from .cases import mostly_long
 from .simulation import values
 
+pytestmark = pytest.mark.sampled
+
 STEPS = 4
 
 

@@ -14,6 +14,8 @@ from .cases import mostly_long
 from .nets import batch_of, loss_of, net
 from .simulation import simulate
 
+pytestmark = pytest.mark.sampled
+
 WORKERS = mostly_long([2, 1, 3], 1)
 NUMBERS = torch.arange(5)
 

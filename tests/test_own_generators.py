@@ -19,6 +19,8 @@ from samestep.watching.program.reach import in_reach
 from .cases import mostly_long
 from .simulation import values
 
+pytestmark = pytest.mark.sampled
+
 GLOBAL = np.random.default_rng(0)
 BY_NAME = {"mixing": random.Random(0)}
 NUM_TOWERS = 7
@@ -90,7 +92,6 @@ def in_a_step(job):
     samestep.Step(towers, loss, torch.optim.SGD(model.parameters(), 0.1))(torch.ones(14, 4))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 1))
 @pytest.mark.parametrize(
     ("program", "named"),
@@ -158,7 +159,6 @@ def draws_what_no_seed_decides(x, tower):
     return x
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "change",
     [

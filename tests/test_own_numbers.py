@@ -16,6 +16,8 @@ from samestep.errors import DisagreementError
 from .cases import mostly_long
 from .simulation import simulate, values
 
+pytestmark = pytest.mark.sampled
+
 NUM_TOWERS = 6
 
 
@@ -162,7 +164,6 @@ def train(job, make, loss=square, edit=lambda job, model, step: None, num_steps=
     return samestep.digest(model)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 1))
 @pytest.mark.parametrize(
     ("make", "make_loss", "named"),

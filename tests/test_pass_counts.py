@@ -15,6 +15,8 @@ from .nets import unseen_count
 from .simulation import simulate
 from .test_flow import Program
 
+pytestmark = pytest.mark.sampled
+
 mul = torch.ops.aten.mul.Tensor
 
 

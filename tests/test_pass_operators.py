@@ -28,6 +28,8 @@ from .nets import net, unseen_count
 from .simulation import simulate
 from .test_flow import Program
 
+pytestmark = pytest.mark.sampled
+
 ANOTHER_WAY = "its loss was computed in another way than that of tower "
 
 
@@ -204,7 +206,6 @@ class AfterALookup(EveryOther):
         return super().loss(x, y) * Settings().get("weight")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([2, 1, 3], 1))
 @pytest.mark.parametrize(
     "program",
@@ -675,7 +676,6 @@ class Packed(Program):
         return F.cross_entropy(self.model[1](x), y) + outputs.data.sum() / len(outputs.data)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "program",
     [

@@ -28,6 +28,8 @@ from .cases import mostly_long
 from .nets import batch_of, loss_of, net, run_passes
 from .simulation import simulate
 
+pytestmark = pytest.mark.sampled
+
 WORKERS = mostly_long([2, 1, 3], 1)
 DATA = TensorDataset(*batch_of(0, 24).values(), torch.arange(24))
 KEPT = SimpleNamespace(mean=torch.zeros(()), losses=[])
@@ -1170,7 +1172,6 @@ def run(program, num_workers, path):
     return simulate(program, num_workers)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
 def test_it_is_named(program, num_workers, tmp_path):

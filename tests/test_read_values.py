@@ -15,6 +15,8 @@ from .nets import batch_of, net
 from .test_flow import Program
 from .test_pass_operators import warnings_of
 
+pytestmark = pytest.mark.sampled
+
 WORKERS = mostly_long([2, 1, 3], 1)
 
 
@@ -127,7 +129,6 @@ class OfAStep(Reading):
         self.history.append(value)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize(
     "program",
@@ -216,7 +217,6 @@ class UntilItConverges(Cached):
         return loss * float(size)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize(
     "program", [ForTheLog, NotRun, Anew, ByTower, Cached, OfAParameter, UntilItConverges]

@@ -19,6 +19,8 @@ from .cases import mostly_long
 from .nets import batch_of, loss_of, net, run_passes, unseen_count
 from .simulation import simulate
 
+pytestmark = pytest.mark.sampled
+
 PROGRAMS = {}
 
 
@@ -677,7 +679,6 @@ ONLY_APART = {
 """Programs that are in order where there is one worker."""
 
 
-@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:passes changed")  # some count how often they run
 @pytest.mark.filterwarnings("ignore:.*its loss was computed in another way")
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 1))

@@ -18,6 +18,8 @@ from samestep.watching.repeated import Repeated
 from .cases import mostly_long
 from .simulation import simulate, values
 
+pytestmark = pytest.mark.sampled
+
 WORKERS = mostly_long([3, 1, 2], 1)
 
 
@@ -229,7 +231,6 @@ SAME = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 @pytest.mark.parametrize("program", SAME.values(), ids=SAME.keys())
 def test_a_forward_that_does_the_same_twice_is_let_through(program, num_workers):

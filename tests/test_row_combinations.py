@@ -12,6 +12,8 @@ from .nets import batch_of
 from .test_flow import Program
 from .test_row_losses import told_of
 
+pytestmark = pytest.mark.sampled
+
 COMPARED = "its loss compares rows with each other, through a tensor of "
 
 
@@ -63,7 +65,6 @@ class BroadcastByMistake(Program):
         return (self.model(x)[:, :1] - x[:, 0]).square().mean()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program", [Contrastive, OfItself, OfTwoViews, ByDistance, ByDifference, ByCosine, BroadcastByMistake]
@@ -277,7 +278,6 @@ OVER_TIME = [
 ]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize("program", OVER_TIME)
 def test_batches_that_are_cut_along_time_are_told_of(program, num_workers):

@@ -9,6 +9,8 @@ from .cases import mostly_long
 from .test_flow import Program
 from .test_row_losses import told_of
 
+pytestmark = pytest.mark.sampled
+
 COMPARED = "its loss compares rows with each other, through "
 OF_ALL = "The mean of towers' values is not the value of all rows"
 
@@ -105,7 +107,6 @@ CHOSEN = [
 ]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize("loss", CHOSEN)
 def test_losses_of_chosen_rows_are_told_of_once_on_each_worker(loss, num_workers):

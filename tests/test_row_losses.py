@@ -16,6 +16,8 @@ from .nets import batch_of
 from .test_flow import Program
 from .test_pass_operators import warnings_of
 
+pytestmark = pytest.mark.sampled
+
 SUMMED = "its loss is a sum over rows, made in test_row_losses.py, line "
 
 
@@ -130,7 +132,6 @@ class OfAStep(Program):
         return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program",
@@ -353,7 +354,6 @@ class WithATerm(OfTheBatch):
 PART = "divided by a number of the whole batch, the gradient is smaller by about "
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program",
@@ -635,7 +635,6 @@ class OfMeansOverRows(Program):
         return (mean * mean.log()).sum()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program",

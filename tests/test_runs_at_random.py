@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 import samestep
 from samestep import AbandonedError, Placement, ShardedOptimizer, TowerLoader, Towers
 
-from .cases import mostly_long
+from .cases import seeds
 from .simulation import values
 
 STEPS = 6
@@ -284,7 +284,7 @@ class Training(Parts):
 
 
 @pytest.mark.filterwarnings("ignore:.*the checkpoint was saved with")  # a layer thawed in the step after it
-@pytest.mark.parametrize("seed", mostly_long(range(80), 3))
+@pytest.mark.parametrize("seed", seeds(80, 1))
 def test_the_weights_are_those_of_a_plain_loop_on_any_number_of_workers(seed, tmp_path):
     run = chosen(seed)
 

@@ -10,6 +10,8 @@ from .cases import mostly_long
 from .test_flow import Program
 from .test_pass_operators import warnings_of
 
+pytestmark = pytest.mark.sampled
+
 SCALED = "its loss was (divided|multiplied) by"
 
 
@@ -63,7 +65,6 @@ class ByTowers(Program):
         return super().loss(x, y) / self.num_towers
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 7], 2))
 @pytest.mark.parametrize(
     "program", [TimesWorkers, ByWorkers, ByWorkersInPlace, ByATensor, TermsByWorkers, SumByWorkers]
@@ -154,7 +155,6 @@ class Weighted(Program):
         return weight * super().loss(x, y) if len(x) % 2 else share * super().loss(x, y)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program", [WrittenOut, OfTerms, OfStackedTerms, OfRows, OfDrawnTerms, OfLongSums, Weighted]

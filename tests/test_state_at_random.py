@@ -6,7 +6,7 @@ from textwrap import indent
 
 import pytest
 
-from .cases import mostly_long
+from .cases import seeds
 from .written_code import imported, ran
 
 OBJECT = """class Box:
@@ -289,8 +289,7 @@ def written(seed):
     return code, is_set_in == "before_pass"
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("seed", mostly_long(range(400), 6))
+@pytest.mark.parametrize("seed", seeds(400, 2))
 def test_what_passes_carry_on_is_told_of_on_any_number_of_workers(seed, tmp_path):
     code, is_set_anew = written(seed)
     module = imported(code, tmp_path / f"state_{seed}.py")

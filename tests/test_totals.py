@@ -13,6 +13,8 @@ from .nets import batch_of
 from .test_flow import Program
 from .test_row_losses import OfAStep, told_of
 
+pytestmark = pytest.mark.sampled
+
 # ---- means that are passed as sums ---------------------------------------------------------------------
 
 
@@ -48,7 +50,6 @@ class NamedMean(OfAStep):
         return {"rows": F.cross_entropy(model(batch["x"]), batch["y"])}
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize("program", [MeanAsSum, MeanOverLabelsAsSum, DividedTwice, ReturnedMean, NamedMean])
 def test_a_mean_that_is_passed_as_a_sum_is_told_of_once_on_each_worker(program, num_workers):

@@ -21,6 +21,8 @@ from .cases import mostly_long
 from .nets import batch_of, loss_of, net, run_passes
 from .simulation import simulate
 
+pytestmark = pytest.mark.sampled
+
 WORKERS = mostly_long([2, 1, 3], 1)
 DATA = TensorDataset(*batch_of(0, 60).values())
 
@@ -350,7 +352,6 @@ WRONG = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
 def test_it_is_named(program, num_workers):
