@@ -77,6 +77,11 @@ class PlaceValues:
         """Return the names of those of these places that the turn sets."""
         return {self._names[place] for place in places & self._changed}
 
+    def names_of_computed(self, places: frozenset[Place], source: Place) -> set[str]:
+        """Return the names of those of these places that the turn may set to what `source` is part of."""
+        held = {place: self._values[place] for place in places if place in self._values}
+        return {self._names[place] for place, value in held.items() if source in value.sources}
+
     # ---- containers ----------------------------------------------------------------------------------
 
     def data_of(self, value: Value) -> frozenset[Place]:
