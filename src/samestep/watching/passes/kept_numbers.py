@@ -49,6 +49,7 @@ class KeptNumbers:
         self._taken: set[str] = set()  # names of numbers that this pass has taken
         self.carried = CarriedNumbers(search)
         self.has_warned = False
+        self._added: dict[tuple[str, int], float] = {}  # by passes, such as to a list, and still there
         self.start_step()
 
     def start_step(self) -> None:
@@ -65,6 +66,7 @@ class KeptNumbers:
         self.carried.start_pass()
         if self._last is None and not self.has_warned:
             self._last = self._current()
+            self._added = {key: value for key, value in self._added.items() if self._last.get(key) == value}
 
     def end_turn(self, pass_function: Callable[[Any], Any] | None = None, *, is_explained: bool) -> None:
         """Find the numbers that a tower's turn has left; warn, once, of those that it carries on and uses.
@@ -83,7 +85,8 @@ class KeptNumbers:
         if not is_explained:
             # A sum that begins at 0 is at first what a pass adds. As a generator, because references to
             # numbers are counted below.
-            numbers = (now[key] for key in counted if self._last.get(key))
+            may_be_left = counted | (self._added.keys() & now.keys())
+            numbers = (now[key] for key in may_be_left if self._last.get(key))
             known, moved = ({name for name, _ in keys} for keys in (now, changed | new))
             self.has_warned = self.carried.check(known, moved, numbers, self._functions, pass_function)
         num_found = Counter(map(id, now.values()))
@@ -93,6 +96,7 @@ class KeptNumbers:
             if not (is_shared or now[key].is_integer()):
                 self._left[abs(now[key])] = left
         self._changed |= changed
+        self._added = {key: now[key] for key in now.keys() & (new | self._added.keys())}
         self._last, self._is_idle = now, not changed
 
     def _current(self) -> dict[tuple[str, int], float]:

@@ -28,10 +28,10 @@ from samestep.watching.program.code_values import (
     is_buffer,
     join,
 )
-from samestep.watching.program.parameters import by_name, defaults_of, positional_names
+from samestep.watching.program.parameters import by_name, defaults_of, positional_names, switches_of
 from samestep.watching.program.place_values import PlaceValues
 from samestep.watching.program.source_code import Computed, Function, SourceCode
-from samestep.watching.program.syntax import OPERATORS, OVERWRITING, is_in_place
+from samestep.watching.program.syntax import OPERATORS, OVERWRITING, is_in_place, is_unpacked
 
 __all__ = ["NOWHERE", "Calls"]
 
@@ -66,6 +66,8 @@ class Calls(ast.NodeVisitor, ABC):
         self._scope = Scope()
         self._values = PlaceValues()
         self._found: dict[int, frozenset[Place]] = {}  # by nodes of expressions that were visited
+        self._switches: dict[Place, bool] = {}  # parameters that are known
+        self._gives_all = False  # to the next function, what the program gives it
         self._running: list[object] = []
         self._selves: list[Value] = []  # the first arguments of functions that are running
         self._returned: list[list[Value]] = []
@@ -76,16 +78,15 @@ class Calls(ast.NodeVisitor, ABC):
         """Visit a statement or expression; return the value of an expression."""
         self._num_nodes += 1
         outer, self._is_visiting = self._is_visiting, True
-        value = None
+        value = Value()
         try:
             if self._num_nodes < self._most_nodes:
-                value = super().visit(node)
+                value = super().visit(node) or value
         except RecursionError:
             if outer:
                 raise
             self._num_nodes = self._most_nodes
         self._is_visiting = outer
-        value = value or Value()
         if isinstance(node, ast.expr):
             self._note(node, self._values.data_of(value))
         return value
@@ -173,7 +174,9 @@ class Calls(ast.NodeVisitor, ABC):
             case builtins.setattr, [of, Value(object=str(name)), new]:
                 self._set_attribute(of, name, new)
                 return Value()
+        self._gives_all = not any(map(is_unpacked, (*node.args, *node.keywords)))
         returned = self._call_object(called, arguments, named)
+        self._gives_all = False
         if returned is not None:
             return returned.computed_from(called.sources)  # a variable may hold another function
         if method == "get" and holder.is_container and arguments and arguments[0].text:
@@ -358,7 +361,8 @@ class Calls(ast.NodeVisitor, ABC):
         self._running.append(function)
         self._returned.append([])
         self._selves.append(arguments[0] if arguments else Value())
-        self._bind(node.args, arguments, named)
+        self._bind(node, arguments, named)
+        self._gives_all = False
         if isinstance(node, ast.Lambda):
             self._returned[-1].append(self.visit(node.body))
         else:
@@ -366,20 +370,21 @@ class Calls(ast.NodeVisitor, ABC):
         self._scope = outer
         self._running.pop()
         self._selves.pop()
-        returned = self._returned.pop()
-        return join(returned) if returned else Value()
+        return join(self._returned.pop() or [Value()])
 
-    def _bind(self, parameters: ast.arguments, given: Sequence[Value], named: Mapping[str, Value]) -> None:
-        names = [each.arg for each in (*parameters.posonlyargs, *parameters.args)]
+    def _bind(self, node: Function, given: Sequence[Value], named: Mapping[str, Value]) -> None:
+        names = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
         values = {**named, **dict(zip(names, given, strict=False))}
         rest = [*given[len(names) :], *(value for name, value in named.items() if name not in names)]
         others = Value(NOWHERE.union(*map(self._values.data_of, rest)))
-        for each in (parameters.vararg, parameters.kwarg):
+        for each in (node.args.vararg, node.args.kwarg):
             if each is not None:
                 self._values.put(self._scope.place_of(each.arg), others, each.arg)
-        for name in (*names, *(each.arg for each in parameters.kwonlyargs)):
+        for name in (*names, *(each.arg for each in node.args.kwonlyargs)):
             bound = values.get(name, Value())
             self._values.put(self._scope.place_of(name), bound._replace(name=bound.name or name), name)
+        if self._gives_all:
+            self._switches |= {self._scope.place_of(name): on for name, on in switches_of(node, values)}
 
 
 def _attribute(holder: Value, name: str) -> Any:

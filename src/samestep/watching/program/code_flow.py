@@ -197,8 +197,14 @@ class CodeFlow(Expressions):
             self._returned[-1].append(Value(sources | self._values.deciding))
 
     def visit_If(self, node: ast.If | ast.While) -> None:
-        """Visit both branches. What they set does not decide, such as a cache that one of them fills."""
+        """Visit both branches. What they set does not decide, such as a cache that one of them fills.
+
+        Visit one of them if a parameter that is not given says so.
+        """
         deciding = self._data(node.test)
+        if (is_on := self._switched(node.test)) is not None:
+            self._run(node.body if is_on else node.orelse)
+            return
         places = frozenset(self._places_set_in([*node.body, *node.orelse]))
         asked = (each for each in places if not {each, Place(each.holder, ENTRIES)}.isdisjoint(deciding))
         filling = branch_without_value(node) if any(asked) else None
@@ -206,6 +212,15 @@ class CodeFlow(Expressions):
         self._branch(bodies, deciding - places, NOWHERE if filling is None else places)
 
     visit_While = visit_If  # its body may not run
+
+    def _switched(self, test: ast.expr) -> bool | None:
+        match test:
+            case ast.Name(id=name):
+                return self._switches.get(self._scope.place_of(name))
+            case ast.UnaryOp(op=ast.Not(), operand=ast.Name(id=name)):
+                is_on = self._switches.get(self._scope.place_of(name))
+                return None if is_on is None else not is_on
+        return None
 
     def visit_For(self, node: ast.For) -> None:
         """Visit the body for each known object, or once."""

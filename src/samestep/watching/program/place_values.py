@@ -38,6 +38,7 @@ class PlaceValues:
         self._objects: dict[Place, Any] = {}  # what they were before the turn
         self._places: dict[Hashable, set[Place]] = defaultdict(set)  # that were set, by holder
         self._changed: set[Place] = set()  # that may have been set, except caches that were filled
+        self._emptied: set[Place] = set()  # of containers that were empty before the turn, too
         self._filled: frozenset[Place] = _NOWHERE  # caches that the current branch fills
         self._kept: list[Any] = []
 
@@ -75,7 +76,12 @@ class PlaceValues:
 
     def names_of_changed(self, places: frozenset[Place]) -> set[str]:
         """Return the names of those of these places that the turn sets."""
-        return {self._names[place] for place in places & self._changed}
+        changed = places & self._changed
+        return {self._names[place] for place in changed if not self._is_as_before(place)}
+
+    def _is_as_before(self, place: Place) -> bool:
+        """Say whether a container is empty again after the turn, in any case."""
+        return place in self._emptied and not self._values[place].sources
 
     def names_of_computed(self, places: frozenset[Place], source: Place) -> set[str]:
         """Return the names of those of these places that the turn may set to what `source` is part of."""
@@ -119,6 +125,7 @@ class PlaceValues:
         self._values[place] = self._entries(holder).computed_from(sources)
         self._names[place] = holder.name
         self._places[holder.key].add(place)
+        self._emptied.discard(place)
         if is_change:
             self._changed.add(place)
 
@@ -145,6 +152,8 @@ class PlaceValues:
         places = () if holder.key is None else (Place(holder.key, ENTRIES), *self._places[holder.key])
         for place in places:
             self._values[place] = Value(self.deciding)
+        if isinstance(holder.object, (list, dict, set, deque)) and not holder.object:
+            self._emptied.update(places)
 
     def objects_in(self, holder: Value) -> list[Value]:
         """Return the objects in a container that is known, if they are a few, and no numbers."""

@@ -19,6 +19,7 @@ __all__ = [
     "is_backward",
     "is_collective",
     "is_in_place",
+    "is_unpacked",
     "is_whole",
     "loaded",
     "names_in",
@@ -87,6 +88,11 @@ def sets_place(node: ast.AST) -> bool:
         case ast.Call(func=ast.Name(id="setattr"), args=[_, _, _]):
             return True
     return False
+
+
+def is_unpacked(argument: ast.AST) -> bool:
+    """Say whether it is `*values` or `**values`."""
+    return isinstance(argument, ast.Starred) or (isinstance(argument, ast.keyword) and argument.arg is None)
 
 
 def is_whole(index: ast.expr) -> bool:
