@@ -507,3 +507,17 @@ def test_workers_with_other_settings_are_named():
     for outcome in simulate(work, 3):
         assert isinstance(outcome.error, DisagreementError)
         assert outcome.text == "DisagreementError: Towers: worker 2 has seed = 1, the others have 0"
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda layer: [layer], "list of modules: make it an nn.ModuleList"),
+        (lambda layer: {"a": layer}, "dict"),
+    ],
+)
+def test_layers_in_a_plain_list_are_named_where_there_is_nothing_else_to_train(make, what):
+    model = torch.nn.Sequential(torch.nn.ReLU())
+    model[0].layers = make(torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=f"nothing to train; 0.layers is a {what}"):
+        Towers(model, 2)

@@ -25,7 +25,7 @@ from samestep.summation.plan import ParameterLayout, Plan, grad_dtype
 from samestep.summation.sparse import find_sparse, sparse_weights
 from samestep.towers.division import Division
 from samestep.towers.new_tensors import NewTensors, named_tensors
-from samestep.towers.root import check_module, check_wrappers
+from samestep.towers.root import check_module, check_wrappers, modules_in_list
 from samestep.watching.losses.loss_forms import LossForms
 from samestep.watching.model.dropped_gradients import DroppedGradients
 from samestep.watching.model.hooks import HookCheck
@@ -237,6 +237,7 @@ class Replica:
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ConfigError(
                 f"{type(self.model).__name__} has no parameter that requires grad: there is nothing to train"
+                f"{modules_in_list(self.model)}"
             )
 
     def _lay_out(self, name: str, parameter: Tensor, is_sparse: bool) -> ParameterLayout:

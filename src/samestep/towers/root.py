@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from samestep.errors import ConfigError
 
-__all__ = ["Also", "added_to", "check_module", "check_wrappers", "together"]
+__all__ = ["Also", "added_to", "check_module", "check_wrappers", "modules_in_list", "together"]
 
 Also = nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter] | Mapping[str, nn.Module | nn.Parameter]
 
@@ -23,6 +23,22 @@ def check_module(model: object) -> None:
         raise ConfigError(
             f"model is a {type(model).__name__}: expected an nn.Module; put several into an nn.ModuleList"
         )
+
+
+def modules_in_list(model: nn.Module) -> str:
+    """Return, as the end of an error, which list or dict holds modules that are no part of the model."""
+    for name, module in model.named_modules():
+        for attribute, held in vars(module).items():
+            parts = list(held.values()) if isinstance(held, dict) else held
+            if attribute != "_modules" and isinstance(parts, list) and _has_module(parts):
+                kind = "ModuleDict" if isinstance(held, dict) else "ModuleList"
+                path = f"{name}.{attribute}" if name else attribute
+                return f"; {path} is a {type(held).__name__} of modules: make it an nn.{kind}"
+    return ""
+
+
+def _has_module(parts: list[Any]) -> bool:
+    return any(isinstance(each, nn.Module) for each in parts)
 
 
 def together(model: nn.Module, also: Also | None) -> nn.Module:
