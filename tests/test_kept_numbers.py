@@ -494,6 +494,36 @@ class OfTheLastThree(Growing):
         return (losses * torch.tensor(list(self.losses)).mean()).mean()
 
 
+class AsASize(Baseline):
+    """A count of passes, as the size of a tensor."""
+
+    def build(self):
+        self.count = 1
+        return super().build()
+
+    def weighted(self, losses):
+        return losses.mean() * torch.arange(self.count).sum()
+
+    def update(self, mean):
+        self.count += 1
+
+
+class InASize(AsASize):
+    def weighted(self, losses):
+        return losses.mean() * torch.ones(2, self.count).sum()
+
+
+class AsAShift(AsASize):
+    def weighted(self, losses):
+        return (losses * torch.arange(float(len(losses))).roll(self.count)).mean()
+
+
+class AsASeed(AsASize):
+    def weighted(self, losses):
+        generator = torch.Generator().manual_seed(self.count)
+        return losses.mean() * torch.rand((), generator=generator)
+
+
 class Switched(Baseline):
     """A switch that is off by default, but not here."""
 
@@ -550,6 +580,7 @@ class SwitchedLater(Switched):
         (Spikes, "least of self"),
         (WeightedSpikes, "least of self"),
         (AtLastEmptied, "rewards of self"),
+        *((program, "count of self") for program in (AsASize, InASize, AsAShift, AsASeed)),
         (Growing, "losses of self"),
         (OfTheLastThree, "losses of self"),
         *((program, "baseline of self") for program in (Switched, SwitchedByAll, SwitchedLater)),
@@ -638,6 +669,27 @@ class ForTheLog(Baseline):
     def weighted(self, losses):
         self.shown = losses.detach() * self.baseline
         return losses.mean()
+
+
+class SizesOfTheTower(Baseline):
+    """Sizes of a tower's rows, and a seed of the step, beside a count for the log."""
+
+    def build(self):
+        self.count = 0
+        return super().build()
+
+    def batch(self, step):
+        self.seed = step
+        return super().batch(step)
+
+    def weighted(self, losses):
+        self.count += 1
+        generator = torch.Generator().manual_seed(self.seed)
+        shifted = torch.rand(len(losses), generator=generator).roll(len(losses) // 2)
+        return (losses * shifted.view(-1, 1).repeat(1, len(losses)).mean(1)).mean()
+
+    def update(self, mean):
+        pass
 
 
 class EmptiedByTheStep(Growing):
@@ -996,6 +1048,7 @@ class AfterTheStep(Baseline):
             OneOfTheCode,
         ),
         *(FromTheStep, AfterTheStep, EmptiedByThePass, EmptiedByTheStep, MaskOfTheLength),
+        SizesOfTheTower,
     ],
 )
 def test_other_numbers_give_no_warning(program, num_workers):

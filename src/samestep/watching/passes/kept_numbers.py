@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from samestep.errors import warn
-from samestep.watching.operators.operator_calls import is_arithmetic
 from samestep.watching.passes.beside import LEFT_NUMBER
 from samestep.watching.passes.carried_numbers import CarriedNumbers, rounded
 from samestep.watching.passes.held_number import HeldNumber, is_number
@@ -113,8 +112,7 @@ class KeptNumbers:
         if self.has_warned:
             return 0
         found = [each for each in arguments if type(each) is float]
-        whole = [each for each in arguments if type(each) is int] if is_arithmetic(func) else []
-        bits = self.carried.take([*found, *whole])
+        bits = self.carried.take([*found, *_whole_in(arguments)])
         if func is torch.ops.aten.lift_fresh.default:  # `torch.tensor(number)`
             for tensor in arguments:
                 bits |= self.carried.take_values(tensor)
@@ -151,6 +149,17 @@ class KeptNumbers:
                 "pass has left; with another number of workers it would be from a different tower: update it "
                 "after average(), or set it in each pass before using it"
             )
+
+
+def _whole_in(arguments: Iterable[Any]) -> Iterator[int]:
+    """Yield the whole numbers among an operator's arguments, and the first ones of its generators."""
+    for each in arguments:
+        if type(each) is int:
+            yield each
+        elif type(each) is list:  # such as sizes
+            yield from _whole_in(each)
+        elif isinstance(each, torch.Generator):
+            yield each.initial_seed()
 
 
 def _numbered(found: Iterable[Named]) -> Iterator[tuple[tuple[str, int], float]]:
