@@ -114,10 +114,15 @@ MAKERS = {
     "a namespace": lambda: types.SimpleNamespace(use=three_columns).use,
 }
 
+IN_FAKE_MODE = {"a fake tensor", "an exported net"}
+
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*torch.ao", "ignore:torch.quantize")
 @pytest.mark.parametrize("name", mostly_long(MAKERS, 6))
 def test_any_number_of_workers_takes_the_same_steps(name):
+    if name in IN_FAKE_MODE and torch.__version__.startswith("2.11."):
+        pytest.skip("entering the mode crashes in threads of simulated workers, with these versions")
+
     def train(job):
         torch.manual_seed(0)
         model, foreign = net(), MAKERS[name]()

@@ -207,7 +207,12 @@ def slope_of(function, x, mode, *, is_double):
 def test_operators_with_another_formula_are_known(name, is_double):
     x = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
     x = (x @ x.T + torch.eye(6)).requires_grad_()
-    plain = slope_of(FUNCTIONS[name], x, contextlib.nullcontext(), is_double=is_double)
+    try:
+        plain = slope_of(FUNCTIONS[name], x, contextlib.nullcontext(), is_double=is_double)
+    except RuntimeError as error:
+        if "is not implemented" not in str(error):
+            raise
+        pytest.skip("this version of torch has no second derivative")
     seen = Seen()
     found = slope_of(FUNCTIONS[name], x, seen, is_double=is_double)
     assert torch.equal(plain, found) or (seen.formulas.in_backward and seen.formulas.in_forwards)
