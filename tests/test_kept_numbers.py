@@ -449,26 +449,6 @@ def test_a_number_that_a_pass_computes_from_what_it_finds_is_named(program, name
     assert re.search(f"its loss depends on (.*, )?{name}(,.*)?, which", told[0])
 
 
-class AtLastEmptied(Baseline):
-    """A list that only some passes leave empty."""
-
-    def build(self):
-        self.rewards = []
-        return super().build()
-
-    def weighted(self, losses):
-        self.rewards.append(losses.mean().item())
-        return (losses * torch.tensor(self.rewards).mean()).mean()
-
-    def run(self, tower):
-        super().run(tower)
-        if tower.batch["y"][0] == 1:
-            self.rewards.clear()
-
-    def update(self, mean):
-        pass
-
-
 class Growing(Baseline):
     """A tensor of all losses so far: one more for each pass."""
 
@@ -492,6 +472,32 @@ class OfTheLastThree(Growing):
     def weighted(self, losses):
         self.losses.append(losses.mean().item())
         return (losses * torch.tensor(list(self.losses)).mean()).mean()
+
+
+class AtLastEmptied(Growing):
+    """A list that only some passes leave empty."""
+
+    def run(self, tower):
+        super().run(tower)
+        if tower.batch["y"][0] == 1:
+            self.losses.clear()
+
+
+class Refilled(Baseline):
+    """A dict that passes empty, and leave with another entry than the first one finds."""
+
+    def build(self):
+        self.state = {}
+        return super().build()
+
+    def weighted(self, losses):
+        share = self.state.get("share", 0.3)
+        self.state.clear()
+        self.state["share"] = 0.6
+        return losses.mean() * share
+
+    def update(self, mean):
+        pass
 
 
 class AsASize(Baseline):
@@ -579,10 +585,9 @@ class SwitchedLater(Switched):
         (ByExample, "memory of self"),
         (Spikes, "least of self"),
         (WeightedSpikes, "least of self"),
-        (AtLastEmptied, "rewards of self"),
         *((program, "count of self") for program in (AsASize, InASize, AsAShift, AsASeed)),
-        (Growing, "losses of self"),
-        (OfTheLastThree, "losses of self"),
+        *((program, "losses of self") for program in (Growing, AtLastEmptied, OfTheLastThree)),
+        (Refilled, "share of state of self"),
         *((program, "baseline of self") for program in (Switched, SwitchedByAll, SwitchedLater)),
     ],
 )
@@ -706,24 +711,17 @@ class EmptiedByTheStep(Growing):
         return (losses * torch.tensor(self.losses[-1])).mean()
 
 
-class EmptiedByThePass(Baseline):
+class EmptiedByThePass(Growing):
     """A list that each pass fills, uses and leaves empty, as policies keep their actions."""
-
-    def build(self):
-        self.rewards = []
-        return super().build()
 
     def run(self, tower):
         super().run(tower)
-        del self.rewards[:]
+        del self.losses[:]
 
     def weighted(self, losses):
-        self.rewards.extend(losses.tolist())
-        returns = torch.tensor(self.rewards)
+        self.losses.extend(losses.tolist())
+        returns = torch.tensor(self.losses)
         return (losses * (returns - returns.mean())).mean()
-
-    def update(self, mean):
-        pass
 
 
 class MaskOfTheLength(Baseline):

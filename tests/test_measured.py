@@ -124,6 +124,16 @@ class OfTheFirstTotal(Measured):
         return total / self.state["first"]
 
 
+class MeanOfTheFirstBatch(OfTheFirstBatch):
+    """In a tensor that has the form of the first batch, too."""
+
+    def measure(self, model, batch):
+        x, y = batch
+        if self.center is None:
+            self.center = torch.full_like(x[0], x.mean().item())
+        return {"loss": (model(x - self.center).sum().item(), len(y))}
+
+
 class LabelsThatComeFirst(Measured):
     def measure(self, model, batch):
         x, y = batch
@@ -149,6 +159,7 @@ WRONG = {
     OtherRows: "others of self",
     GoingOn: "values of meter",
     OfTheFirstBatch: "center of self",
+    MeanOfTheFirstBatch: "center of self",
     OfTheFirstTotal: "first of state of self",
     LabelsThatComeFirst: "classes of self",
     ByRank: "the worker's rank",
@@ -224,7 +235,7 @@ class OfTheFormOfABatch(Measured):
         if self.positions is None or len(self.positions) < x.shape[1]:
             self.positions = torch.arange(x.size(-1), device=x.device).to(x)
         if self.zeros is None:
-            self.zeros, self.scale = torch.zeros_like(x[0]), x.new_ones(x.ndim)
+            self.zeros, self.scale = torch.full_like(x[0], 0.0), x.new_ones(x.ndim)
         total = model(x + self.positions * self.scale[0] + self.zeros).sum()
         return {"loss": (total.item(), len(y))}
 

@@ -513,7 +513,8 @@ def test_workers_with_other_settings_are_named():
     ("make", "what"),
     [
         (lambda layer: [layer], "list of modules: make it an nn.ModuleList"),
-        (lambda layer: {"a": layer}, "dict"),
+        (lambda layer: (layer, layer), "tuple of modules: make it an nn.ModuleList"),
+        (lambda layer: {"a": layer}, "dict of modules: make it an nn.ModuleDict"),
     ],
 )
 def test_layers_in_a_plain_list_are_named_where_there_is_nothing_else_to_train(make, what):

@@ -29,15 +29,16 @@ def modules_in_list(model: nn.Module) -> str:
     """Return, as the end of an error, which list or dict holds modules that are no part of the model."""
     for name, module in model.named_modules():
         for attribute, held in vars(module).items():
-            parts = list(held.values()) if isinstance(held, dict) else held
-            if attribute != "_modules" and isinstance(parts, list) and _has_module(parts):
-                kind = "ModuleDict" if isinstance(held, dict) else "ModuleList"
+            is_dict = isinstance(held, dict)
+            parts = list(held.values()) if is_dict else held
+            if attribute != "_modules" and isinstance(parts, list | tuple) and _has_module(parts):
                 path = f"{name}.{attribute}" if name else attribute
+                kind = "ModuleDict" if is_dict else "ModuleList"
                 return f"; {path} is a {type(held).__name__} of modules: make it an nn.{kind}"
     return ""
 
 
-def _has_module(parts: list[Any]) -> bool:
+def _has_module(parts: Iterable[Any]) -> bool:
     return any(isinstance(each, nn.Module) for each in parts)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from samestep.errors import warn
+from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_values import Place, Value
 from samestep.watching.program.source_code import SourceCode
 from samestep.watching.program.worker_values import NUM_WORKERS, RANK, WorkerValues
@@ -17,7 +18,7 @@ __all__ = ["check_measured"]
 
 _BATCH = Place("the batch", "")
 _OF_THE_FORM = {
-    *("shape", "size", "ndim", "dim", "numel", "nelement", "dtype", "device", "layout", "__len__", "type"),
+    *("shape", "size", "ndim", "dim", "numel", "nelement", "dtype", "device", "layout", "len", "type"),
     *("new_empty", "new_full", "new_ones", "new_zeros", "empty_like", "full_like", "ones_like", "zeros_like"),
 }
 """Attributes and functions of a tensor that do not depend on its values."""
@@ -73,12 +74,20 @@ class _Result(WorkerValues):
     def visit_Call(self, node: ast.Call) -> Value:
         """Return what a call returns; not as computed from the batch if only from its form."""
         value = super().visit_Call(node)
+        holder = node.func.value if isinstance(node.func, ast.Attribute) else node.func
+        given = (*node.args, *(each.value for each in node.keywords))
         match node.func:
-            case ast.Name(name) | ast.Attribute(attr=name) if name in _OF_THE_FORM or name == "len":
-                return _without_batch(value)
-            case ast.Attribute(of, name) if name in _LIKE_ANOTHER and _BATCH not in self._data(of):
-                return _without_batch(value)
-        return value
+            case ast.Name(name) | ast.Attribute(attr=name) if name in _OF_THE_FORM:
+                is_of_form = len(self._of_batch(holder, *given)) < 2  # the others, such as a number, are not
+            case ast.Attribute(attr=name) if name in _LIKE_ANOTHER:
+                is_of_form = not self._of_batch(holder)
+            case _:
+                is_of_form = False
+        return _without_batch(value) if is_of_form else value
+
+    def _of_batch(self, *visited: ast.expr) -> list[ast.expr]:
+        """Return those of these expressions that are computed from the batch."""
+        return [each for each in visited if _BATCH in self._found.get(id(each), NOWHERE)]
 
     def _set_entry(self, holder: Value, index: ast.expr, value: Value) -> None:
         is_by_batch = _BATCH in self._data(index)  # each batch has its own

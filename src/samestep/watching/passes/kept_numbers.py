@@ -152,7 +152,7 @@ class KeptNumbers:
 
 
 def _whole_in(arguments: Iterable[Any]) -> Iterator[int]:
-    """Yield the whole numbers among an operator's arguments, and the first ones of its generators."""
+    """Yield the whole numbers among an operator's arguments, and the seeds of its generators."""
     for each in arguments:
         if type(each) is int:
             yield each

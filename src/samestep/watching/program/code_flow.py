@@ -214,12 +214,12 @@ class CodeFlow(Expressions):
     visit_While = visit_If  # its body may not run
 
     def _switched(self, test: ast.expr) -> bool | None:
+        """Return what a parameter that is asked for is; None if that is not known, or for another test."""
         match test:
             case ast.Name(id=name):
                 return self._switches.get(self._scope.place_of(name))
-            case ast.UnaryOp(op=ast.Not(), operand=ast.Name(id=name)):
-                is_on = self._switches.get(self._scope.place_of(name))
-                return None if is_on is None else not is_on
+            case ast.UnaryOp(op=ast.Not(), operand=asked) if (is_on := self._switched(asked)) is not None:
+                return not is_on
         return None
 
     def visit_For(self, node: ast.For) -> None:

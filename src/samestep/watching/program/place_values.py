@@ -67,6 +67,7 @@ class PlaceValues:
         self._values[place] = value.computed_from(self.deciding)
         self._names[place] = name
         self._places[place.holder].add(place)
+        self._emptied -= {place, Place(place.holder, ENTRIES)}
         if place not in self._filled or not value.sources.isdisjoint(self._filled):
             self._changed.add(place)
 
