@@ -19,8 +19,10 @@ settings.load_profile("samestep")
 def pytest_collection_modifyitems(items):
     short_cases = Counter()
     for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("long"):
-            if short_cases[item.function] % 7:  # no divisor of the usual numbers of workers
+        sampled = item.get_closest_marker("sampled")
+        if sampled and not item.get_closest_marker("long"):
+            every = sampled.args[0] if sampled.args else 7  # no divisor of the usual numbers of workers
+            if short_cases[item.function] % every:
                 item.add_marker(pytest.mark.long)
             short_cases[item.function] += 1
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -9,6 +9,8 @@ from samestep.workers.agreement import agree, difference, from_first_worker
 
 from .simulation import Faults, Killed, World, simulate, values
 
+pytestmark = pytest.mark.sampled(3)
+
 WORKERS = range(1, 8)
 seeds = st.integers(0, 2**20)
 

@@ -11,6 +11,8 @@ from samestep.checkpoint.objects import AverageCount
 from samestep.errors import DataError
 from samestep.recipes.cifar10.recipe import WeightAverage
 
+pytestmark = pytest.mark.sampled(3)
+
 KINDS = {
     "of all": AveragedModel,
     "exponential": lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)),

@@ -17,6 +17,8 @@ from samestep.summation.placement import even_ranges
 
 from .simulation import simulate
 
+pytestmark = pytest.mark.sampled(3)
+
 CPU = Copier(torch.device("cpu"))
 
 

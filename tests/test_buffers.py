@@ -13,6 +13,8 @@ from samestep.errors import BufferPolicyError, ConfigError
 
 from .cases import mostly_long
 
+pytestmark = pytest.mark.sampled(3)
+
 FLOAT64 = torch.float64
 
 

@@ -140,6 +140,7 @@ def test_workers_beyond_the_towers_are_left_out():
     assert check(with_fault(planted.Clean), towers=2, workers=(1, 2, 3)).placements == (1, 1, 2)
 
 
+@pytest.mark.long
 def test_a_list_of_tensors_is_one_batch_and_a_loader_is_many():
     def build():
         torch.manual_seed(0)

@@ -23,6 +23,8 @@ from samestep.towers.towers import Towers
 from . import forgery
 from .forgery import contents, parts, reseal, state_of, trained
 
+pytestmark = pytest.mark.sampled(3)
+
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():

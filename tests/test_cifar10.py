@@ -24,6 +24,8 @@ from samestep.recipes.cifar10.recipe import (
 
 from .runs import train
 
+pytestmark = pytest.mark.sampled(3)
+
 RECORDS = 40
 
 

@@ -15,6 +15,8 @@ from samestep.recipes.digits.recipe import DigitsSettings
 
 from .cases import mostly_long
 
+pytestmark = pytest.mark.sampled(3)
+
 
 @dataclass(frozen=True)
 class Tiny:

@@ -11,6 +11,8 @@ from samestep.workers.device import make_cuda_deterministic
 
 from .simulation import values
 
+pytestmark = pytest.mark.sampled(3)
+
 
 def set_for_a_gpu(before, wanted):
     torch.backends.fp32_precision = before  # what a program set

@@ -607,6 +607,7 @@ def with_a_mode_that_a_call_leaves(job):
     return samestep.digest(model)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", mostly_long(range(40), 3))
 @pytest.mark.parametrize(
@@ -741,6 +742,7 @@ def unfreeze(model, optimizer):
     optimizer.add_param_group({"params": [*model[0].parameters()], "lr": 0.01})
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", mostly_long([7, 9, *range(7), 8, 10, 11], 2))
 @pytest.mark.parametrize("loop", [unfrozen_in_a_call, unfrozen_between_calls])

@@ -362,6 +362,7 @@ class TooHigh(Exception):
         super().__init__(f"{value} is above {limit}")
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("make_error", [ValueError, lambda: TooHigh(1, 2)])
 @pytest.mark.parametrize("events", mostly_long([range(20, 26), range(10, 50)], 1), ids=str)

@@ -20,6 +20,8 @@ from .oracle import add, tree
 from .simulation import simulate, values
 from .test_exchange import quotient
 
+pytestmark = pytest.mark.sampled(3)
+
 CUTS = [(0, 7), (0, 3, 7), (0, 1, 7), (0, 2, 6, 7), (0, 1, 2, 7), (0, 2, 3, 5, 7)]
 COUNT = 5.0
 
@@ -97,6 +99,7 @@ def test_an_error_reaches_everybody_while_large_buckets_travel(cuts, bucket_byte
 # ---- absent gradients --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @settings(max_examples=100)
 @given(st.data(), st.sampled_from(CUTS), st.integers(0, 2**20))
 def test_an_absent_gradient_does_not_change_the_sign_of_a_zero(data, cuts, seed):

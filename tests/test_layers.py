@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.sampled(3)
+
 SOURCE = Path(__file__).parents[1] / "src" / "samestep"
 LAYERS = (
     *("cli", "recipes", "integrations", "app", "checking", "checkpoint", "data", "sharding", "towers"),

@@ -352,6 +352,7 @@ def read_under(placements, rank, **options):
     return batches
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("placements", mostly_long([MID_EPOCH, EVERY_STEP], 1))
 @pytest.mark.parametrize(
     ("dataset", "options"),

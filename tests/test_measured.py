@@ -14,6 +14,8 @@ from .nets import batch_of, net
 from .simulation import simulate
 from .test_pass_operators import warnings_of
 
+pytestmark = pytest.mark.sampled(3)
+
 WORKERS = mostly_long([1, 2, 3], 2)
 DATA = TensorDataset(*batch_of(0, 37).values())
 OTHERS = DataLoader(torch.randn(20, 6, generator=torch.Generator().manual_seed(1)), batch_size=5)

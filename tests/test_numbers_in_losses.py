@@ -4,7 +4,7 @@ import pytest
 
 from .written_code import check_told
 
-pytestmark = pytest.mark.sampled
+pytestmark = pytest.mark.sampled(20)
 
 PROGRAM = """import math
 import random

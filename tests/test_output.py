@@ -15,6 +15,8 @@ from samestep.app.run_folder import all_checkpoints
 
 from .cases import mostly_long
 
+pytestmark = pytest.mark.sampled(3)
+
 
 class Terminal(io.StringIO):
     """A file that raises what the system said, from the second line on."""

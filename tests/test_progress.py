@@ -13,6 +13,8 @@ from samestep import LocalBatch, StreamLoader, TowerLoader, Towers, Trainer, loa
 from samestep.errors import UsageError
 from samestep.towers.step import Step
 
+pytestmark = pytest.mark.sampled(3)
+
 
 class Run:
     """A model with a loader of 5 batches in an epoch, the last of a TowerLoader incomplete."""

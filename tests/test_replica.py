@@ -459,6 +459,7 @@ class Numbers:
         return {"x": torch.full((5,), index / 10) + torch.randn(5), "y": index % 3}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2, 4], 1))
 def test_a_loader_reads_its_rows_under_the_placement_of_their_step(num_workers):
     def work(job):

@@ -316,6 +316,7 @@ def test_gradients_of_one_s_own_after_a_step_are_compared():
         assert "worker 1 has hash of the gradient of" in outcome.text
 
 
+@pytest.mark.long
 def test_parameters_of_another_optimizer_are_averaged_for_it():
     def ends(job, *, sharded):
         model = Net()
@@ -333,6 +334,7 @@ def test_parameters_of_another_optimizer_are_averaged_for_it():
     assert values(lambda job: ends(job, sharded=True), 3) == [expected] * 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 def test_layers_may_be_added_and_placements_change(num_workers):
     def ends(job, *, sharded):
@@ -357,6 +359,7 @@ def test_layers_may_be_added_and_placements_change(num_workers):
         assert found[2]
 
 
+@pytest.mark.long
 def test_a_gradient_that_is_not_finite_is_explained():
     def ends(job, *, sharded):
         step = step_of(job, AdamW, {"lr": 0.01}, sharded=sharded, on_nonfinite="raise")

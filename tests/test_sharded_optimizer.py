@@ -379,6 +379,7 @@ def growing_loop(job, *, sharded):
     return samestep.digest(model), optimizer.state_dict()
 
 
+@pytest.mark.long
 def test_a_class_decides_on_the_defaults_of_groups_that_are_added():
     digest, state = growing_loop(ALONE, sharded=False)
     for found in values(lambda job: growing_loop(job, sharded=True), 2):
@@ -465,6 +466,7 @@ def test_a_state_of_another_memory_format_is_loaded():
     assert values(work, 2) == [True] * 2
 
 
+@pytest.mark.long
 def test_layers_may_be_added():
     def work(job, *, sharded):
         model = Net()
@@ -633,6 +635,7 @@ def test_a_second_update_after_that_of_a_step():
             assert "UsageError: step() has no gradients, because a Step has already taken" in outcome.text
 
 
+@pytest.mark.long
 def test_two_optimizers_for_one_average():
     def work(job, *, sharded):
         model = Net()

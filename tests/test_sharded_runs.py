@@ -155,6 +155,7 @@ def trainer_of(job, run_dir, *, sharded, **options):
     return samestep.Trainer(step, loader, run_dir=run_dir, checkpoint_every=5, **options)
 
 
+@pytest.mark.long
 def test_a_trainer_resumes_on_other_workers_sharded_or_not(tmp_path):
     plain = trainer_of(ALONE, tmp_path / "plain", sharded=False, steps=15).run()
     path = tmp_path / "sharded"

@@ -7,6 +7,8 @@ from torch import nn
 from samestep import Towers, digest
 from samestep.errors import ConfigError, UsageError
 
+pytestmark = pytest.mark.sampled(3)
+
 FLOAT64 = torch.float64
 
 

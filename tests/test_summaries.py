@@ -31,6 +31,8 @@ from samestep.workers.job import Job
 from .jobs import job_of
 from .runs import train
 
+pytestmark = pytest.mark.sampled(3)
+
 JOB = Job(torch.device("cpu"))
 DECAY = 0.01
 LAYERS = ["0", "2", "5"]

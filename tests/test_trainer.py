@@ -258,6 +258,7 @@ class Editing(samestep.Callback):
             (momentum if self.what == "momentum" else weight.data).mul_(1.5)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("editing", "place"),
@@ -376,6 +377,7 @@ def test_lines_of_metrics_go_on_where_the_run_does(tmp_path):
     assert not any("lost" in line for line in lines)
 
 
+@pytest.mark.long
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tmp_path, whole):
     run(tmp_path, 2)
     before = (tmp_path / "metrics.jsonl").read_bytes()

@@ -20,6 +20,8 @@ from samestep.summation.placement import even_ranges
 
 from .simulation import values
 
+pytestmark = pytest.mark.sampled(3)
+
 FLOAT64 = torch.float64
 
 of_own_rows = pytest.mark.filterwarnings("ignore:Tower.* compares rows with each other")

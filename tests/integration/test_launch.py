@@ -183,6 +183,7 @@ while True:  # a signal that comes just before a sleep does not end it
     assert (status, err[-1]) == (143, "OSError: no space left for the checkpoint")
 
 
+@pytest.mark.long
 def test_a_second_signal_kills_workers_that_do_not_listen(start):
     body = """
 signal.signal(signal.SIGTERM, lambda number, frame: say("heard"))

@@ -262,6 +262,7 @@ mp.start_processes(work, (int(sys.argv[1]), *sys.argv[2:]), int(sys.argv[1]), st
 """
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("how", mostly_long(["launch", "close", "init"], 2))
 def test_workers_that_have_made_a_process_group_are_those_of_the_job(nursery, tmp_path, how):

@@ -50,15 +50,19 @@ def in_reach(is_wanted: Callable[[Any], bool], functions: Iterable[Named] = ()) 
 
     The search starts at what they refer to by name and takes up to three steps, each to an object's
     attributes, a container's values, or what a function refers to. It ends after 200 objects; classes and
-    what looks like data come last. It changes nothing, and skips whatever raises an error. A wanted object
-    is returned once for each name.
+    what may be an example of a dataset, nested or one of many, come last. It changes nothing, and skips
+    whatever raises an error. A wanted object is returned once for each name.
     """
     values: deque[tuple[str, Any, int]] = deque()
     last: deque[tuple[str, Any, int]] = deque()
 
     def add(named: Iterable[Named], steps: int, holder: Any = None) -> None:
-        for each in named:
-            (last if _comes_last(holder, each[1]) else values).append((*each, steps))
+        of_data = type(holder) in _CONTAINERS
+        is_one_of_many = of_data and len(holder) > _MANY
+        for name, part in named:
+            kind = type(part)
+            is_data = is_one_of_many or (of_data and kind in _CONTAINERS)
+            (last if is_data or issubclass(kind, type) else values).append((name, part, steps))
 
     add(functions, 0)
     add(_of_this_stack(), 0)
@@ -134,12 +138,6 @@ def plain_name(name: str) -> str:
     ['mean', 'mean of self', 'means of self', 'mean of settings']
     """
     return re.sub(r"(\w+)\.(\w+)", r"\2 of \1", re.sub(r"\[[^\]]*\]", "", name))
-
-
-def _comes_last(holder: Any, part: object) -> bool:
-    """Say whether a part is a class, or may be an example of a dataset: nested, or one of many."""
-    is_data = type(holder) in _CONTAINERS and (type(part) in _CONTAINERS or len(holder) > _MANY)
-    return is_data or issubclass(type(part), type)
 
 
 class _PartFinders(dict[type, _FindParts | None]):
