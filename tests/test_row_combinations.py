@@ -58,6 +58,23 @@ class ByCosine(Contrastive):
         return F.cosine_similarity(left[:, None], right, dim=2)
 
 
+class HardestPairs(Program):
+    """Chosen without a gradient, as miners of triplets do."""
+
+    def loss(self, x, y):
+        z = self.model(x)
+        with torch.no_grad():
+            hardest = (torch.cdist(z, z) + 9 * (y[:, None] == y[None])).argmin(1)
+        return F.triplet_margin_loss(z, x[:, :3], z[hardest])
+
+
+class WeightsByNeighbours(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        density = (z.detach() @ z.detach().T).exp().sum(1)
+        return (F.cross_entropy(z, y, reduction="none") / density).mean()
+
+
 class BroadcastByMistake(Program):
     """[rows, 1] less [rows]."""
 
@@ -67,7 +84,18 @@ class BroadcastByMistake(Program):
 
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
-    "program", [Contrastive, OfItself, OfTwoViews, ByDistance, ByDifference, ByCosine, BroadcastByMistake]
+    "program",
+    [
+        Contrastive,
+        OfItself,
+        OfTwoViews,
+        ByDistance,
+        ByDifference,
+        ByCosine,
+        BroadcastByMistake,
+        HardestPairs,
+        WeightsByNeighbours,
+    ],
 )
 def test_a_loss_of_pairs_of_rows_is_told_of_once_on_each_worker(program, num_workers):
     told = told_of(program, num_workers, COMPARED)
@@ -499,3 +527,123 @@ def test_other_functions_are_not_told_of(program, num_workers):
 
 def test_a_single_tower_has_all_rows():
     assert not told_of(OfOneTower, 1, "is not the value of all rows")
+
+
+# ---- statistics of features ------------------------------------------------------------------------------
+
+
+class SpreadOfFeatures(Program):
+    """As VICReg's hinge on the standard deviation of each feature."""
+
+    def loss(self, x, y):
+        z = self.model(x)
+        return F.cross_entropy(z, y) + 0.1 * F.relu(1 - (z.var(0) + 1e-4).sqrt()).mean()
+
+
+class Covariances(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        centred = z - z.mean(0)
+        covariances = centred.T @ centred / (len(z) - 1)
+        return F.cross_entropy(z, y) + covariances.fill_diagonal_(0).pow(2).sum() / 3
+
+
+class CrossCorrelations(Program):
+    """As Barlow Twins."""
+
+    def loss(self, x, y):
+        found = torch.einsum("ni,nj->ij", self.model(x), self.model(x * 1.1)) / len(x)
+        return (found - torch.eye(3)).square().sum()
+
+
+class DistanceOfMeans(Program):
+    """As a linear maximum mean discrepancy of two domains."""
+
+    def loss(self, x, y):
+        return F.cross_entropy(self.model(x), y) + F.mse_loss(self.model(x).mean(0), self.model(-x).mean(0))
+
+
+class LoadOfExperts(Program):
+    """As in Switch Transformers."""
+
+    def loss(self, x, y):
+        shares = self.model(x).softmax(1)
+        load = F.one_hot(shares.argmax(1), 3).float().mean(0)
+        return F.cross_entropy(shares, y) + 0.01 * 3 * (load * shares.mean(0)).sum()
+
+
+class EntropyOfTheMean(Program):
+    """As information maximisation, which wants all classes to be used."""
+
+    def loss(self, x, y):
+        shares = self.model(x).softmax(1)
+        of_all = shares.mean(dim=0)
+        return -(shares * shares.log()).sum(1).mean() + (of_all * of_all.log()).sum()
+
+
+STATISTICS = [
+    *(SpreadOfFeatures, Covariances, CrossCorrelations, DistanceOfMeans, LoadOfExperts, EntropyOfTheMean),
+]
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("program", STATISTICS)
+def test_a_loss_of_statistics_of_features_is_told_of_once_on_each_worker(program, num_workers):
+    told = told_of(program, num_workers, " of features over rows in test_row_combinations.py, line ")
+    assert len(told) == num_workers
+    assert all("The mean of towers' values is not the value of all rows" in each for each in told)
+
+
+class NormalisedByHand(Program):
+    """As a layer does."""
+
+    def loss(self, x, y):
+        z = self.model(x)
+        return F.cross_entropy((z - z.mean(0)) / (z.var(0) + 1e-5).sqrt(), y)
+
+
+class LessTheMean(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        return (z - x[:, :3].mean(0)).square().mean() + F.cross_entropy(z * x.std(0)[:3], y)
+
+
+class LinearInTheMean(Program):
+    """Of the features, by weights and by steps that leave it a mean."""
+
+    def loss(self, x, y):
+        z = self.model(x)
+        weights = torch.tensor([0.1, 0.2, 0.3])
+        return (
+            F.cross_entropy(z, y)
+            + (z.mean(0) * weights).sum()
+            + (z.mean(0, keepdim=True) @ torch.eye(3)).mean()
+        )
+
+
+class MomentsAsMetric(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        self.spread = z.std(0).square().sum().item()
+        return F.cross_entropy(z, y)
+
+
+class MomentsOfWeights(Program):
+    def loss(self, x, y):
+        weight = self.model[0].weight
+        return F.cross_entropy(self.model(x), y) + weight.mean(0).square().sum() + weight.var(0).sum()
+
+
+class MomentsOfEachRow(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        return F.cross_entropy(z, y) + z.var(1).mean() + z.mean(1).square().mean()
+
+
+@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize(
+    "program",
+    [NormalisedByHand, LessTheMean, LinearInTheMean, MomentsAsMetric, MomentsOfWeights, MomentsOfEachRow],
+)
+def test_other_statistics_are_not_told_of(program, num_workers):
+    assert not told_of(program, num_workers, "is not the value of all rows")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch._ops import OpOverload
 
+from samestep.watching.losses.feature_statistics import FeatureStatistics
 from samestep.watching.losses.graph import graph_of
 from samestep.watching.losses.row_comparisons import Combination, RowComparisons
 from samestep.watching.losses.row_functions import RowFunctions
@@ -30,7 +31,7 @@ class RowCombinations:
 
     def __init__(self, rows: Rows) -> None:
         self._rows, self._steps, self._functions = rows, RowSteps(rows), RowFunctions()
-        self._comparisons = RowComparisons(rows)
+        self._comparisons, self._statistics = RowComparisons(rows), FeatureStatistics(rows)
         self.clear()
 
     def clear(self) -> None:
@@ -38,6 +39,7 @@ class RowCombinations:
         self._steps.clear()
         self._functions.clear()
         self._comparisons.clear()
+        self._statistics.clear()
         self._found: list[tuple[Tensor, Combination]] = []
 
     def note(self, call: Call, result: Any, *, takes_rows: bool) -> None:
@@ -45,6 +47,7 @@ class RowCombinations:
         if not self._rows.num_rows or not isinstance(call.func, OpOverload):
             return
         compared = self._comparisons.find(call, result)
+        self._statistics.note(call, result, takes_rows=takes_rows)
         first = next(tensors_in((result,)), None)
         if first is None:
             return
@@ -60,6 +63,7 @@ class RowCombinations:
             shape = " x ".join(map(str, first.shape))
             is_time = call.name in _BATCHED and len(first) > 1
             self._note(first, f"a tensor of {shape} made", "time" if is_time else "pairs")
+            self._comparisons.follow(result, self._found[-1][1])
 
     def sum_of(self, loss: Any) -> RowSum | None:
         """Return the sum over rows that a loop has added up to this loss; None if it is none."""
@@ -68,11 +72,12 @@ class RowCombinations:
     def in_losses(self, losses: Iterable[Any]) -> Combination | None:
         """Return what losses are made of that combines rows, and forget the pass; None if nothing does."""
         by_node = {held.grad_fn: what for held, what in self._found if held.grad_fn is not None}
-        self.clear()
-        if not by_node:
-            return None
         known = [loss for loss in losses if isinstance(loss, Tensor)]
-        return next((by_node[node] for node in graph_of(known) if node in by_node), None)
+        statistic = next(filter(None, map(self._statistics.in_loss, known)), "")
+        self.clear()
+        nodes = graph_of(known) if by_node else ()
+        of_graph = next((by_node[node] for node in nodes if node in by_node), None)
+        return of_graph or (Combination(statistic, "function") if statistic else None)
 
     def _note(self, made: Tensor, what: str, how: Literal["pairs", "time", "function"]) -> None:
         self._found.append((made, Combination(f"{what} in {ProgramLine.current()}", how)))
@@ -83,7 +88,7 @@ class RowCombinations:
             return False
         tensors = list(tensors_in(call.args))[-2:]
         at = [self._rows.dimension_of(each) for each in tensors]
-        if len(at) < 2 or None in at or not any(each.requires_grad for each in tensors):
+        if len(at) < 2 or None in at or not any(map(self._comparisons.is_of_model, tensors)):
             return False
         left, right = (
             where - each.dim() for where, each in zip(at, tensors, strict=True) if where is not None

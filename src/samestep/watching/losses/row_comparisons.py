@@ -62,22 +62,28 @@ class RowComparisons:
         """Note an operator that has run; return by what comparison its result was computed, if by any."""
         given = call.given
         results = list(tensors_in((result,)))
-        if any(self._is_of_model(each) for each in given):
+        if any(self.is_of_model(each) for each in given):
             self._of_model.update(storage_of(each) for each in results if self._has_rows(each))
         found = self._made_by(call) or next(self._taken_by(call), None)
         if found is None:
             return None
-        self._made.update((id(each), (found, each)) for each in results if each.numel() <= _MOST_ELEMENTS)
+        self.follow(result, found)
         if call.name == _READING and isinstance(result, float) and result != round(result, _DECIMALS):
             self._numbers[result] = found
         has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in given)
         return found if has_gradient else None
 
+    def follow(self, result: Any, found: Combination) -> None:
+        """Follow what is computed from tensors that compare rows, also by their indices and values."""
+        made = [each for each in tensors_in((result,)) if each.numel() <= _MOST_ELEMENTS]
+        self._made.update((id(each), (found, each)) for each in made)
+
+    def is_of_model(self, tensor: Tensor) -> bool:
+        """Say whether a tensor was computed from parameters, with a gradient or without."""
+        return tensor.requires_grad or storage_of(tensor) in self._of_model
+
     def _has_rows(self, tensor: Tensor) -> bool:
         return self._rows.dimension_of(tensor) is not None
-
-    def _is_of_model(self, tensor: Tensor) -> bool:
-        return tensor.requires_grad or storage_of(tensor) in self._of_model
 
     def _made_by(self, call: Call) -> Combination | None:
         """Return the comparison that an operator is, if it compares rows."""
@@ -85,7 +91,7 @@ class RowComparisons:
         if name not in _ALONG | _EXTREMES | _FUNCTIONS or not isinstance(tensor, Tensor):
             return None
         is_function = name in _FUNCTIONS
-        if not (tensor.requires_grad if is_function else self._is_of_model(tensor)):
+        if not (tensor.requires_grad if is_function else self.is_of_model(tensor)):
             return None
         if not (self._is_along_rows(call, tensor) if name in _ALONG else self._is_over_rows(call, tensor)):
             return None
@@ -93,7 +99,7 @@ class RowComparisons:
         return Combination(made, "function" if is_function else "pairs")
 
     def _is_along_rows(self, call: Call, tensor: Tensor) -> bool:
-        along = argument(call.func, "dim", call.args, call.kwargs, -1)
+        along = argument(call.func, "dim", call.args, call.kwargs)
         if along is None:
             return self._is_over_rows(call, tensor)
         return tensor.dim() > 0 and self._rows.dimension_of(tensor) == along % tensor.dim()

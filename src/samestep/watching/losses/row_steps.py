@@ -70,7 +70,7 @@ class RowSteps:
 
     def _note_single(self, call: Call, result: object) -> None:
         tensor = call.args[0]
-        dimension = argument(call.func, "dim", call.args, call.kwargs, 0) % tensor.dim()
+        dimension = argument(call.func, "dim", call.args, call.kwargs) % tensor.dim()
         if self._rows.dimension_of(tensor) != dimension or tensor.shape[dimension] != self._rows.num_rows:
             return
         name = "index" if call.name == "select" else "start"  # `unbind` has neither

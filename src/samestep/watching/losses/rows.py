@@ -98,11 +98,11 @@ def norm_order(call: Call) -> float | None:
     """Return the order of a norm over all elements; None for other operators."""
     if call.name != _NORM or not is_over_all(call):
         return None
-    return float(argument(call.func, "ord", call.args, call.kwargs, 2))
+    return float(argument(call.func, "ord", call.args, call.kwargs))
 
 
 def is_over_rows(call: Call) -> bool:
     """Say whether an operator combines rows: it works along the first dimension."""
-    dims = argument(call.func, "dim", call.args, call.kwargs, 0)
+    dims = argument(call.func, "dim", call.args, call.kwargs)
     num_dims = next(tensors_in(call.args)).dim()
     return any(each in (0, -num_dims) for each in (dims if isinstance(dims, (list, tuple)) else [dims]))

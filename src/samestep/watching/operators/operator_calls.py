@@ -112,7 +112,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 def reduction_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the reduction of torch's loss functions, as its number; None for other operators."""
-    return argument(func, "reduction", args, kwargs, MEAN)
+    return argument(func, "reduction", args, kwargs)
 
 
 def square_of(call: Call) -> Tensor | None:
@@ -123,11 +123,9 @@ def square_of(call: Call) -> Tensor | None:
     return of if isinstance(of, Tensor) and is_square else None
 
 
-def argument(
-    func: OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], default: Any = None
-) -> Any:
-    """Return an argument by its name; None if the operator has none of this name."""
-    at = _positions(func).get(name)
+def argument(func: OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return an argument by its name, or its default; None if the operator has none of this name."""
+    at, default = _positions(func).get(name, (None, None))
     return None if at is None else args[at] if at < len(args) else kwargs.get(name, default)
 
 
@@ -138,8 +136,9 @@ def is_arithmetic(func: Any) -> bool:
 
 
 @functools.cache
-def _positions(func: OpOverload) -> Mapping[str, int]:
-    return {each.name: at for at, each in enumerate(func._schema.arguments)}
+def _positions(func: OpOverload) -> Mapping[str, tuple[int, Any]]:
+    """Return the position and default of each argument, by its name."""
+    return {each.name: (at, each.default_value) for at, each in enumerate(func._schema.arguments)}
 
 
 def number_of(value: object) -> float | None:
