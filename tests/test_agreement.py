@@ -9,7 +9,7 @@ from samestep.workers.agreement import agree, difference, from_first_worker
 
 from .simulation import Faults, Killed, World, simulate, values
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 WORKERS = range(1, 8)
 seeds = st.integers(0, 2**20)

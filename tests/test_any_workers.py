@@ -14,7 +14,7 @@ from samestep import Step, Towers
 from .cases import mostly_long
 from .simulation import values
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 NUM_TOWERS = 7
 WORKERS = (3, 5)

@@ -11,7 +11,7 @@ from samestep.checkpoint.objects import AverageCount
 from samestep.errors import DataError
 from samestep.recipes.cifar10.recipe import WeightAverage
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 KINDS = {
     "of all": AveragedModel,

@@ -17,7 +17,7 @@ from samestep.summation.placement import even_ranges
 
 from .simulation import simulate
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 CPU = Copier(torch.device("cpu"))
 

@@ -13,7 +13,7 @@ from samestep.errors import BufferPolicyError, ConfigError
 
 from .cases import mostly_long
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 FLOAT64 = torch.float64
 

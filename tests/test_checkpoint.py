@@ -23,7 +23,7 @@ from samestep.towers.towers import Towers
 from . import forgery
 from .forgery import contents, parts, reseal, state_of, trained
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 
 @pytest.fixture(autouse=True, scope="module")

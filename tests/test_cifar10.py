@@ -24,7 +24,7 @@ from samestep.recipes.cifar10.recipe import (
 
 from .runs import train
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 RECORDS = 40
 

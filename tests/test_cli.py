@@ -15,7 +15,7 @@ from samestep.recipes.digits.recipe import DigitsSettings
 
 from .cases import mostly_long
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 
 @dataclass(frozen=True)

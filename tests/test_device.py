@@ -11,7 +11,7 @@ from samestep.workers.device import make_cuda_deterministic
 
 from .simulation import values
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 
 def set_for_a_gpu(before, wanted):

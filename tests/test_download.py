@@ -24,7 +24,7 @@ from samestep.errors import DataError, Error, MissingFileError
 from samestep.recipes.cifar10 import download
 from samestep.recipes.cifar10.data import Cifar10, ensure_cifar10
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 FOLDER, FILE = "cifar-10-batches-bin", "cifar-10-binary.tar.gz"
 NAMES = [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]

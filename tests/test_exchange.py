@@ -18,7 +18,7 @@ from samestep.summation.scalars import TowerScalars
 from .oracle import add, tree
 from .simulation import simulate, values
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

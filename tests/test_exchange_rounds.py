@@ -20,7 +20,7 @@ from .oracle import add, tree
 from .simulation import simulate, values
 from .test_exchange import quotient
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 CUTS = [(0, 7), (0, 3, 7), (0, 1, 7), (0, 2, 6, 7), (0, 1, 2, 7), (0, 2, 3, 5, 7)]
 COUNT = 5.0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 SOURCE = Path(__file__).parents[1] / "src" / "samestep"
 LAYERS = (

@@ -14,7 +14,7 @@ from .nets import batch_of, net
 from .simulation import simulate
 from .test_pass_operators import warnings_of
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 WORKERS = mostly_long([1, 2, 3], 2)
 DATA = TensorDataset(*batch_of(0, 37).values())

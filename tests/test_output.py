@@ -15,7 +15,7 @@ from samestep.app.run_folder import all_checkpoints
 
 from .cases import mostly_long
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 
 class Terminal(io.StringIO):

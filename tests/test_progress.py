@@ -13,7 +13,7 @@ from samestep import LocalBatch, StreamLoader, TowerLoader, Towers, Trainer, loa
 from samestep.errors import UsageError
 from samestep.towers.step import Step
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 
 class Run:

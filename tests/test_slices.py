@@ -11,7 +11,7 @@ from samestep.errors import NonFiniteError
 
 from .simulation import simulate, values
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 NUM_TOWERS = 7
 ROWS = [4, 4, 2, 4, 1, 4, 4, 3, 4, 4, 4]  # of 11 small batches: one whole step, and 4 of the next

@@ -7,7 +7,7 @@ from torch import nn
 from samestep import Towers, digest
 from samestep.errors import ConfigError, UsageError
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 FLOAT64 = torch.float64
 

@@ -31,7 +31,7 @@ from samestep.workers.job import Job
 from .jobs import job_of
 from .runs import train
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 JOB = Job(torch.device("cpu"))
 DECAY = 0.01

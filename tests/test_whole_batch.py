@@ -20,7 +20,7 @@ from samestep.summation.placement import even_ranges
 
 from .simulation import values
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 FLOAT64 = torch.float64
 

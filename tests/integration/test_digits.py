@@ -12,6 +12,7 @@ from ..forgery import contents
 from .nursery import SAMESTEP
 
 SHORT = ["--steps", "12", "--batch-size", "60"]
+OPTIONS = [["--towers", "7", "--optimizer", "adamw"], ["--towers", "8", "--autocast", "bf16"]]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -24,11 +25,7 @@ def train(run, run_dir, *options):
     return digest_of(run("train", "digits", *SHORT, "--run-dir", run_dir, *options).stdout())
 
 
-@pytest.mark.parametrize(
-    "options",
-    mostly_long([["--towers", "7", "--optimizer", "adamw"], ["--towers", "8", "--autocast", "bf16"]], 1),
-    ids=" ".join,
-)
+@pytest.mark.parametrize("options", mostly_long(OPTIONS, 1), ids=" ".join)
 def test_any_number_of_workers_gives_the_same_digest(run, nursery, tmp_path, options):
     digests = {train(run, tmp_path / workers, *options, "--workers", workers) for workers in ("1", "3")}
     assert len(digests) == 1, digests
@@ -38,8 +35,8 @@ def test_any_number_of_workers_gives_the_same_digest(run, nursery, tmp_path, opt
 
 
 @pytest.mark.long
-def test_workers_of_torchrun_give_the_same_digest(run, nursery, tmp_path):
-    options = ["--towers", "7", "--optimizer", "adamw"]
+@pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
+def test_workers_of_torchrun_give_the_same_digest(run, nursery, tmp_path, options):
     digest = train(run, tmp_path / "one", *options, "--workers", "1")
     words = ["train", "digits", *SHORT, *options, "--run-dir", tmp_path / "torchrun"]
     torchrun = nursery.run([*TORCHRUN, *SAMESTEP, *words], tmp_path / "output")

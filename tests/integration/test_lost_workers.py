@@ -48,14 +48,15 @@ def test_a_stopped_worker_is_found_within_the_timeout(start, whole, tmp_path):
     assert found == whole[step]
 
 
-def test_a_killed_worker_is_found(start, whole, tmp_path):
-    workers = start(2, "--timeout", 15, "--checkpoint-every", "4")
+@pytest.mark.parametrize("num_left", mostly_long([1, 2], 1))
+def test_a_killed_worker_is_found(start, whole, tmp_path, num_left):
+    workers = start(num_left + 1, "--timeout", 15, "--checkpoint-every", "4")
     workers.wait_for_step(9)
-    workers.signal(signal.SIGKILL, 1)
-    assert workers.wait(timeout_s=30) == [1, -signal.SIGKILL]
-    assert the_others_report(workers, 1, "is gone") >= 8
+    workers.signal(signal.SIGKILL, num_left)
+    assert workers.wait(timeout_s=30) == [1] * num_left + [-signal.SIGKILL]
+    assert the_others_report(workers, num_left, "is gone") >= 8
     assert digests_of(tmp_path / "run")[8] == whole[8]
-    assert start(1).wait() == [0]
+    assert start(num_left).wait() == [0] * num_left
     assert digests_of(tmp_path / "run")[STEPS] == whole[STEPS]
 
 

@@ -73,11 +73,10 @@ class RowCombinations:
         """Return what losses are made of that combines rows, and forget the pass; None if nothing does."""
         by_node = {held.grad_fn: what for held, what in self._found if held.grad_fn is not None}
         known = [loss for loss in losses if isinstance(loss, Tensor)]
-        statistic = next(filter(None, map(self._statistics.in_loss, known)), "")
+        statistic = next(filter(None, map(self._statistics.in_loss, known)), None)
         self.clear()
         nodes = graph_of(known) if by_node else ()
-        of_graph = next((by_node[node] for node in nodes if node in by_node), None)
-        return of_graph or (Combination(statistic, "function") if statistic else None)
+        return next((by_node[node] for node in nodes if node in by_node), statistic)
 
     def _note(self, made: Tensor, what: str, how: Literal["pairs", "time", "function"]) -> None:
         self._found.append((made, Combination(f"{what} in {ProgramLine.current()}", how)))

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.watching.losses.rows import Rows, is_over_all
-from samestep.watching.operators.operator_calls import Call, argument, tensors_in
+from samestep.watching.losses.rows import Rows, dimensions_of, is_over_all
+from samestep.watching.operators.operator_calls import Call, tensors_in
 from samestep.watching.operators.origins import storage_of
 from samestep.watching.program.program_line import ProgramLine
 
@@ -99,10 +99,8 @@ class RowComparisons:
         return Combination(made, "function" if is_function else "pairs")
 
     def _is_along_rows(self, call: Call, tensor: Tensor) -> bool:
-        along = argument(call.func, "dim", call.args, call.kwargs)
-        if along is None:
-            return self._is_over_rows(call, tensor)
-        return tensor.dim() > 0 and self._rows.dimension_of(tensor) == along % tensor.dim()
+        along = dimensions_of(call)
+        return self._rows.dimension_of(tensor) in along if along else self._is_over_rows(call, tensor)
 
     def _is_over_rows(self, call: Call, tensor: Tensor) -> bool:
         """Say whether an operator works on one number for each row."""

@@ -17,15 +17,15 @@ from samestep.watching.operators.operator_calls import (
 )
 from samestep.watching.operators.tensor_set import TensorSet
 
-__all__ = ["RowFunctions"]
+__all__ = ["FUNCTIONS", "KEEPING", "RowFunctions"]
 
 _DIVISIONS = {"div", "div_"}
 _ADDING = {"add", "add_", "sub", "sub_", "rsub", "neg", "sum", "stack"}
-_KEEPING = {*_ADDING, *_DIVISIONS, "mul", "mul_", "clamp", "clamp_min", "clone", "view"}
+KEEPING = {*_ADDING, *_DIVISIONS, "mul", "mul_", "clamp", "clamp_min", "clone", "view"}
 """Operators of sums over rows whose result is computed from sums alone."""
 
 _POWERS = {"pow", "reciprocal", "rsqrt", "sqrt"}
-_FUNCTIONS = {*_POWERS, "abs", "exp", "log", "log1p", "relu", "sigmoid", "softplus"}
+FUNCTIONS = {*_POWERS, "abs", "exp", "log", "log1p", "relu", "sigmoid", "softplus"}
 
 
 class RowFunctions:
@@ -60,10 +60,10 @@ class RowFunctions:
         if name in _DIVISIONS and any(each is call.args[1] for each in sums):
             return "a quotient of sums"
         one = next((each for each in (*sums, *means) if each.numel() == 1), None)
-        if one is not None and name.rstrip("_") in _FUNCTIONS:
+        if one is not None and name.rstrip("_") in FUNCTIONS:
             return f"{name.rstrip('_')} of a {'sum' if one in self._sums else 'mean'}"
         for found, held in ((sums, self._sums), (means, self._means)):
-            if found and name in _KEEPING:
+            if found and name in KEEPING:
                 held.add(result)
         return ""
 

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from samestep.watching.operators.operator_calls import Call, argument, tensors_in
 from samestep.watching.operators.origins import Kept, is_dense, keep_address, storage_of
 
-__all__ = ["BY_ELEMENT", "Rows", "is_over_all", "is_over_rows", "norm_order"]
+__all__ = ["BY_ELEMENT", "Rows", "dimensions_of", "is_over_all", "is_over_rows", "norm_order"]
 
 BY_ELEMENT = {"add", "sub", "mul", "div"}
 
@@ -103,6 +103,12 @@ def norm_order(call: Call) -> float | None:
 
 def is_over_rows(call: Call) -> bool:
     """Say whether an operator combines rows: it works along the first dimension."""
+    return 0 in dimensions_of(call)
+
+
+def dimensions_of(call: Call) -> set[int]:
+    """Return the dimensions of its first tensor along which an operator works; none if along all."""
     dims = argument(call.func, "dim", call.args, call.kwargs)
     num_dims = next(tensors_in(call.args)).dim()
-    return any(each in (0, -num_dims) for each in (dims if isinstance(dims, (list, tuple)) else [dims]))
+    named = dims if isinstance(dims, (list, tuple)) else [] if dims is None else [dims]
+    return {each + num_dims if each < 0 else each for each in named}
