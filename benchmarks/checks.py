@@ -6,8 +6,8 @@ One worker on one CPU thread, in CPU time. In a step of each model, this times: 
 hooks, the records before the passes, the checks after each pass and after the last, and the hash of the
 batch. The steps are those from 257 on, of which every 32nd has the wider check of graphs and of nets beside
 the model. The overhead of timing, with cold caches, is measured in each pass by timing an empty call, and
-subtracted. Reported separately: how long a step takes in which values are followed, as in steps 0, 32, 64,
-128, 256 and so on; and with its backward, as in step 0 and where code of the program runs in backward.
+subtracted. Reported separately: how long a step takes in which values are followed, as in steps 0, 1, 32,
+64, 128, 256 and so on; and with its backward, as in step 0 and where code of the program runs in backward.
 
 With `--compare`, steps of the digits net with and without the checks, in random order. This also counts what
 the checks evict from the caches.

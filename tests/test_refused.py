@@ -880,10 +880,11 @@ def test_a_collective_of_another_group_is_refused_also_after_the_last_backward(c
 def test_a_collective_after_a_backward_is_refused_in_a_step_that_is_not_followed(group_of_one):
     model = net()
     towers = Towers(model, 2, job=samestep.Job(torch.device("cpu")))
-    run_passes(towers, batch_of(0))
-    towers.average()
+    for step in range(2):  # which are followed
+        run_passes(towers, batch_of(step))
+        towers.average()
     with pytest.raises(UsageError, match=r"Tower\(index=1, .*: the loop over towers .* torch\.distributed,"):
-        run_passes_that_call(dist.all_reduce, towers, model, batch_of(1))
+        run_passes_that_call(dist.all_reduce, towers, model, batch_of(2))
 
 
 def test_a_launcher_without_init_is_refused(monkeypatch):

@@ -105,14 +105,14 @@ class Watch:
         self._num_workers = num_workers
         self._known |= self._new
         self._new = set()
-        # By the step's number, the same on all workers: a newcomer has taken fewer steps itself.
-        do_all_look = step % _LOOK_EVERY == 0
+        # By the step's number, the same on all workers: a newcomer has taken fewer steps itself. Step 1 uses what
+        # the program has made of step 0.
+        do_all_look = step % _LOOK_EVERY == 0 or step == 1
         # Ever more rarely, because following operators makes them slower.
         do_all_follow = do_all_look and step & (step - 1) == 0
-        # With several workers, step 1 as well: it uses what the program has made of step 0.
-        compares = num_workers > 1 and (do_all_follow or step == 1)
+        compares = num_workers > 1 and do_all_follow
         self.looks = is_first or do_all_look
-        self.follows = is_first or do_all_follow or compares
+        self.follows = is_first or do_all_follow
         self.settings = self.numbers.settings() if do_all_look else {}
         self.modes.start_step(notes_autocast=do_all_follow)
         self.outside.start_step()
