@@ -155,7 +155,7 @@ def test_few_gradients_are_alive_at_a_time(num_towers):
             tower.backward((model[0] * float(tower.batch.mean())).sum())
         towers.average()
 
-    for _ in range(2):  # steps 0 and 1 are followed; and the profiler misses the beginning of its first profile
+    for _ in range(2):  # steps 0 and 1 are followed, and the profiler misses the beginning of the first
         peak_bytes(step)
         model[0].grad = None
     gradients_alive = peak_bytes(step) / 1e6

@@ -5,9 +5,12 @@ import copy
 import importlib
 import math
 import os
+import random
+import time
 from dataclasses import asdict, dataclass
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -318,8 +321,61 @@ def gradient(job):
     optimizer.step()
 
 
+def of_an_added_group(job):
+    model = net()
+    optimizer = SGD(model[0].parameters(), lr=0.1)
+    optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.1 * job.world_size})
+    train(Towers(model, 6, job=job), optimizer, batch_of(0))
+
+
+def of_an_item(job):
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    [group.__setitem__("lr", 0.1 * job.world_size) for group in optimizer.param_groups]
+    train(Towers(model, 6, job=job), optimizer, batch_of(0))
+
+
+class Warmup:
+    """Goes from a learning rate to its multiple."""
+
+    def __init__(self, optimizer, workers):
+        self.optimizer, self.workers, self.steps = optimizer, workers, 0
+
+    def step(self):
+        self.steps += 1
+        factor = 1 + (self.workers - 1) * min(1, self.steps / 3)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.1 * factor
+
+
+def schedule_of_an_own_class(job):
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    towers = Towers(model, 6, job=job)
+    step = samestep.Step(towers, loss_of, optimizer, scheduler=Warmup(optimizer, job.world_size))
+    step(batch_of(0))
+
+
+def seed_of_layers(job):
+    torch.manual_seed(3 * job.world_size + job.rank)
+    model = net()
+    train(Towers(model, 6, job=job), SGD(model.parameters(), lr=0.1), batch_of(0))
+
+
+def seed_of_a_generator(job):
+    model = net()
+    generator = random.Random()
+    generator.seed(job.world_size)
+    train(Towers(model, 6, job=job), SGD(model.parameters(), lr=0.1), batch_of(generator.randrange(9)))
+
+
 WRONG = {
     gradient: "a gradient",
+    of_an_added_group: "a learning rate",
+    of_an_item: "a learning rate",
+    schedule_of_an_own_class: "a learning rate",
+    seed_of_layers: "a seed",
+    seed_of_a_generator: "a seed",
     learning_rate: "lr of SGD",
     learning_rate_in_steps: "lr of SGD",
     of_an_own_function: "lr of AdamW",
@@ -485,7 +541,25 @@ def needs_few_workers(job):
     train(towers, SGD(model.parameters(), lr=rate), batch_of(0))
 
 
+def seeds(job):
+    torch.manual_seed(time.time_ns() % 2**32 + job.rank)  # layers get worker 0's weights
+    model = net()
+    random.seed(0)
+    order = random.Random()
+    order.seed(7)
+    train(Towers(model, 6, job=job), SGD(model.parameters(), lr=0.1), batch_of(order.randrange(9)))
+
+
+def own_schedule(job):
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    towers = Towers(model, 6, job=job)
+    samestep.Step(towers, loss_of, optimizer, scheduler=Warmup(optimizer, 3))(batch_of(0))
+
+
 RIGHT = [
+    seeds,
+    own_schedule,
     kept_beside,
     merged,
     threads_and_processes,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -58,6 +58,9 @@ _OPTIONS: Mapping[str, str] = {
 """Entries of an optimizer's groups, and what these are, in words."""
 
 _BATCHES = "the batches of the loop"
+
+_SEEDING = ("manual_seed", "manual_seed_all", "seed")
+"""Functions, and methods of generators, that take a seed."""
 
 _WEIGHTS = ("bias", "weight")
 """Attributes that are parameters, if nothing else is known of them."""
@@ -203,9 +206,15 @@ class _Decisions(PassResults):
         return value
 
     def _check_call(self, node: ast.Call) -> None:
-        """Check what a call edits: a method of a tensor, or a function such as `nn.init.constant_`."""
+        """Check a seed, or what a call edits: a method of a tensor, or a function as `nn.init.constant_`."""
         given = [*node.args, *(each.value for each in node.keywords)]
         match node.func:
+            case ast.Attribute(attr=name) | ast.Name(id=name) if name in _SEEDING:
+                # Not the time, say: layers get worker 0's weights. Nor the number of a step in such a loop.
+                counted = NOWHERE if self._repeats else frozenset({NUM_WORKERS})
+                sources = NOWHERE.union(*(self._found[id(each)] for each in given))
+                self._check("a seed", sources & counted, node.lineno)
+                return
             case ast.Attribute(attr="requires_grad_") if not self._is_in_pass:
                 self._check("what is trained", self._decided_by, node.lineno)
                 return
@@ -267,12 +276,19 @@ class _Decisions(PassResults):
             self._note_object(value, self._scope.objects.get(target.id))
 
     def _change(self, call: MethodCall) -> None:
-        if call.method == "update" and not self._is_in_pass:
-            parts = [call.named, *map(self._values.named_in, call.arguments)]
-            for name, what in _OPTIONS.items():
-                given = [self._values.data_of(each[name]) for each in parts if name in each]
-                self._check(what, self._decided_by.union(*given) if given else NOWHERE, self._line)
+        for name, value in () if self._is_in_pass else self._options_in(call):
+            self._check(_OPTIONS[name], self._decided_by | self._values.data_of(value), self._line)
         super()._change(call)
+
+    def _options_in(self, call: MethodCall) -> Iterator[tuple[str, Value]]:
+        """Yield the options of an optimizer that a method sets in a group of parameters, or in a new one."""
+        match call:
+            case MethodCall(method="update" | "add_param_group"):
+                for given in (call.named, *map(self._values.named_in, call.arguments)):
+                    yield from ((name, given[name]) for name in _OPTIONS if name in given)
+            case MethodCall(method="__setitem__" | "setdefault", arguments=[Value(object=str(name)), value]):
+                if name in _OPTIONS:
+                    yield name, value
 
     def _note_loss(self, sources: frozenset[Place]) -> None:
         if LEFT in sources:

@@ -105,8 +105,8 @@ class Watch:
         self._num_workers = num_workers
         self._known |= self._new
         self._new = set()
-        # By the step's number, the same on all workers: a newcomer has taken fewer steps itself. Step 1 uses what
-        # the program has made of step 0.
+        # By the step's number, the same on all workers: a newcomer has taken fewer steps itself. Step 1 is
+        # the first that uses what the program has made of a step.
         do_all_look = step % _LOOK_EVERY == 0 or step == 1
         # Ever more rarely, because following operators makes them slower.
         do_all_follow = do_all_look and step & (step - 1) == 0

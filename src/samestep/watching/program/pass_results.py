@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import FunctionType
 
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.watching.program.calls import NOWHERE
 from samestep.watching.program.code_values import (
@@ -211,6 +212,9 @@ class PassResults(WorkerValues):
             self._visit_whole_batch(forward, loss)
         else:
             self._note_loss(self._visit_pass(loss))
+        schedule = self._attribute_value(step, "scheduler")
+        if not issubclass(kind_of(schedule), LRScheduler):  # whose options are checked where it is made
+            self._call_object(self._attribute_value(schedule, "step"), [], {})
 
     def _visit_whole_batch(self, forward: Value, loss: Value) -> None:
         """Visit a forward, which is a pass, and a loss of all towers' outputs, which is not."""
