@@ -544,7 +544,7 @@ def needs_few_workers(job):
 def seeds(job):
     torch.manual_seed(time.time_ns() % 2**32 + job.rank)  # layers get worker 0's weights
     model = net()
-    random.seed(0)
+    random.seed(*[0])
     order = random.Random()
     order.seed(7)
     train(Towers(model, 6, job=job), SGD(model.parameters(), lr=0.1), batch_of(order.randrange(9)))

@@ -212,7 +212,7 @@ class _Decisions(PassResults):
             case ast.Attribute(attr=name) | ast.Name(id=name) if name in _SEEDING:
                 # Not the time, say: layers get worker 0's weights. Nor the number of a step in such a loop.
                 counted = NOWHERE if self._repeats else frozenset({NUM_WORKERS})
-                sources = NOWHERE.union(*(self._found[id(each)] for each in given))
+                sources = NOWHERE.union(*(self._found.get(id(each), NOWHERE) for each in given))
                 self._check("a seed", sources & counted, node.lineno)
                 return
             case ast.Attribute(attr="requires_grad_") if not self._is_in_pass:
