@@ -1,8 +1,8 @@
 """The χ² of a histogram, three ways: run it as it is, or with `torchrun --nproc-per-node 2`.
 
 A net's predictions are counted in bins and compared with target counts. With few entries per bin, the mean of
-the towers' χ² is far from the χ² of all predictions, and so is its gradient. `whole_batch` gives the latter,
-in the memory of one tower.
+the towers' χ² is far from the χ² of all predictions, and so is its gradient; a warning says so. `whole_batch`
+gives the latter, in the memory of one tower.
 """
 
 import torch
