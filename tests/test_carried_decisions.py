@@ -300,6 +300,62 @@ class ByRows(Decides):
         return loss * 2 if self.count > 0 else loss
 
 
+class ByALocalVariable(Decides):
+    """Of a function that is called, where one branch sets it."""
+
+    def weight(self):
+        if self.model.training:
+            double = 2
+            factor = double
+        else:
+            factor = 1
+        return double * factor
+
+    def decided(self, loss):
+        return loss * 2 if self.weight() > 1 else loss
+
+
+class Kind:
+    """Of arrays; an object without data of its own."""
+
+    def __init__(self):
+        self.library = torch
+
+    def fits(self, found):
+        return isinstance(found, self.library.Tensor)
+
+
+class OfTorch(Kind):
+    name = "torch"
+
+
+_KINDS = {}
+
+
+def _kind_of(found):
+    known = list(_KINDS.items())
+    for _, kind in known:
+        if kind.fits(found):
+            return kind
+    names = [name for name, _ in known]
+    for subclass in Kind.__subclasses__():
+        if subclass.name not in names:
+            kind = subclass()
+            _KINDS[kind.name] = kind
+            if kind.fits(found):
+                return kind
+    return None
+
+
+class ByAKind(Decides):
+    """Of an input, as libraries do that are for several kinds of arrays."""
+
+    def decided(self, loss):
+        if _kind_of(loss).fits(loss):
+            return loss * 2 if _kind_of(self.outputs).fits(self.outputs) else loss
+        return loss
+
+
 class BySteps(Decides):
     """What the program counts after `average()`."""
 
@@ -345,6 +401,8 @@ class OfOwnGenerator(Decides):
             Cached,
             Growing,
             ByRows,
+            ByALocalVariable,
+            ByAKind,
             BySteps,
         ),
         *(OfEachTower, OfOwnGenerator),

@@ -357,7 +357,7 @@ class Calls(ast.NodeVisitor, ABC):
         """Visit the body of a function; None if that runs already, or too deep in others."""
         if len(self._running) == _MOST_CALLS or any(each is function for each in self._running):
             return None
-        outer, self._scope = self._scope, self._values.keep(scope)
+        outer, self._scope = self._scope, scope
         self._running.append(function)
         self._returned.append([])
         self._selves.append(arguments[0] if arguments else Value())

@@ -7,7 +7,7 @@ from collections import ChainMap, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import FrameType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +35,7 @@ __all__ = [
     "is_method_of",
     "is_object_of",
     "is_of_samestep",
+    "is_registry",
     "join",
     "kind_of",
 ]
@@ -48,6 +49,8 @@ MISSING = object()
 PLAIN = (int, float, complex, str, bytes, np.generic, Tensor, type(None))
 """Values that hold no others that code could set by name."""
 
+_CODE = (type, ModuleType, BuiltinFunctionType)
+
 _MODULE_PARTS = ("_modules", "_parameters", "_buffers")
 
 
@@ -56,6 +59,11 @@ class Place(NamedTuple):
 
     holder: Hashable
     name: str
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the turn makes what has it: an object, or the variables of a function that it calls."""
+        return isinstance(self.holder, NewObject) or (isinstance(self.holder, Scope) and self.holder.is_new)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +137,23 @@ def _methods_of(found: object) -> Iterable[object]:
     return vars(found).values() if isinstance(found, type) else ()
 
 
+def is_registry(found: object) -> bool:
+    """Say whether it is a dict of what has no data, such as functions, by name or class."""
+    if type(found) is not dict or not found:
+        return False
+    return all(isinstance(key, (str, type)) and not _has_data(value) for key, value in found.items())
+
+
+def _has_data(found: object) -> bool:
+    """Say whether something may hold numbers: not code, nor an object that refers to nothing else."""
+    if isinstance(found, FunctionType):
+        return found.__closure__ is not None
+    if isinstance(found, _CODE):
+        return False
+    is_plain = type(found).__new__ is object.__new__ and hasattr(found, "__dict__")
+    return not (is_plain and all(isinstance(each, _CODE) for each in vars(found).values()))
+
+
 def is_of_samestep(found: type | FunctionType) -> bool:
     """Say whether a class or a function is defined in this package."""
     return str(found.__module__).partition(".")[0] == "samestep"
@@ -143,7 +168,7 @@ def join(values: Iterable[Value]) -> Value:
     return Value(sources)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scope:
     """The variables that a function's code can name.
 
@@ -154,6 +179,7 @@ class Scope:
         module: the id of the globals.
         path: the file of the code.
         around: the scope of the function in which it was defined, if the turn defines it.
+        is_new: whether the turn makes its own variables, as it calls the function.
     """
 
     own: frozenset[str] = frozenset()
@@ -162,6 +188,7 @@ class Scope:
     module: int = 0
     path: str = ""
     around: Scope | None = None
+    is_new: bool = True
 
     @classmethod
     def of_frame(cls, frame: FrameType) -> Scope:
@@ -178,7 +205,8 @@ class Scope:
         is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
         objects = ChainMap(variables, frame.f_globals)
         module = id(frame.f_globals)
-        return cls(own if is_function else frozenset(), shared, objects, module, code.co_filename)
+        own = own if is_function else frozenset()
+        return cls(own, shared, objects, module, code.co_filename, is_new=False)
 
     @classmethod
     def of_function(cls, function: FunctionType) -> Scope:
@@ -194,7 +222,7 @@ class Scope:
         if name in self.cells:
             return Place(("cell", self.cells[name]), name)
         if name in self.own:
-            return Place(id(self), name)
+            return Place(self, name)
         return Place(self.module, name) if self.around is None else self.around.place_of(name)
 
     def value_before(self, name: str) -> Value:
@@ -202,7 +230,8 @@ class Scope:
         if self.around is not None and name not in self.own:
             return self.around.value_before(name)
         found = self.objects.get(name, self._builtins.get(name, UNKNOWN))
-        return Value.before(self.place_of(name), name, found)
+        value = Value.before(place := self.place_of(name), name, found)
+        return value._replace(sources=frozenset()) if place.is_new else value
 
     @cached_property
     def _builtins(self) -> Mapping[str, Any]:

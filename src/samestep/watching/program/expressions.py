@@ -139,7 +139,7 @@ class Expressions(Calls, ABC):
         """Return a new container."""
         targets = [generator.target for generator in node.generators]
         scope = Scope(names_in(targets), path=self._scope.path, around=self._scope)
-        return self._new(None, self._comprehend(node, node.generators, self._values.keep(scope)))
+        return self._new(None, self._comprehend(node, node.generators, scope))
 
     visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp
 

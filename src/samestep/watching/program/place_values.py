@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from samestep.watching.program.code_values import PLAIN, UNKNOWN, NewObject, Place, Value, join
+from samestep.watching.program.code_values import PLAIN, UNKNOWN, NewObject, Place, Value, is_registry, join
 
 __all__ = ["ENTRIES", "PlaceValues", "numbered"]
 
@@ -40,6 +40,7 @@ class PlaceValues:
         self._changed: set[Place] = set()  # that may have been set, except caches that were filled
         self._emptied: set[Place] = set()  # of containers that were empty before the turn, too
         self._filled: frozenset[Place] = _NOWHERE  # caches that the current branch fills
+        self._registries: set[Hashable] = set()  # the ids of dicts whose entries have no data
         self._kept: list[Any] = []
 
     def keep(self, found: T) -> T:
@@ -175,7 +176,10 @@ class PlaceValues:
         if place in self._values:
             return self._values[place]
         self._names.setdefault(place, holder.name)
-        return Value() if isinstance(holder.object, NewObject) else Value(frozenset({place}))
+        if is_registry(holder.object):
+            self._registries.add(holder.key)
+        is_same = isinstance(holder.object, NewObject) or place.holder in self._registries
+        return Value() if is_same else Value(frozenset({place}))
 
     # ---- branches ------------------------------------------------------------------------------------
 
@@ -214,15 +218,15 @@ class PlaceValues:
         for place in changed:
             first, *others = (values.get(place) for values in after)
             if first is None or any(each is not first for each in others):
-                first = join(_before(place) if each is None else each for each in (first, *others))
+                first = join(self._before(place) if each is None else each for each in (first, *others))
             self._values[place] = first
+
+    def _before(self, place: Place) -> Value:
+        """Return what a place was before the turn."""
+        is_same = place.is_new or place.holder in self._registries
+        return Value() if is_same else Value(frozenset({place}), key=place)
 
 
 def numbered(number: int) -> str:
     """Return the name of the place for the entry of a container with a constant number."""
     return f"[{number}]"
-
-
-def _before(place: Place) -> Value:
-    """Return what a place was before the turn."""
-    return Value() if isinstance(place.holder, NewObject) else Value(frozenset({place}), key=place)
