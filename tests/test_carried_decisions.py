@@ -356,6 +356,24 @@ class ByAKind(Decides):
         return loss
 
 
+class ByABuffer(Decides):
+    """That has no value; were there one, passes would set it."""
+
+    def build(self):
+        super().build()
+        model = net()
+        model.register_buffer("weight", None)
+        return model
+
+    def decided(self, loss):
+        if self.model.weight is not None:
+            if self.model.weight.ndim == 0:
+                self.model.weight = self.model.weight.repeat(3)
+            if self.model.weight.min() > 1:
+                loss = loss * self.model.weight.mean()
+        return loss
+
+
 class BySteps(Decides):
     """What the program counts after `average()`."""
 
@@ -403,6 +421,7 @@ class OfOwnGenerator(Decides):
             ByRows,
             ByALocalVariable,
             ByAKind,
+            ByABuffer,
             BySteps,
         ),
         *(OfEachTower, OfOwnGenerator),

@@ -144,7 +144,7 @@ class Calls(ast.NodeVisitor, ABC):
         """Return the value that an attribute has before the turn: of a buffer, the same for all passes."""
         value = Value.before(place, f"{place.name} of {holder.name}", found)
         if is_buffer(holder.object, place.name):
-            return value._replace(sources=NOWHERE)
+            return self._values.keep_same(value, place)
         return self._values.read(value).computed_from(holder.sources)
 
     def _bound(self, function: FunctionType, holder: Value) -> Value:

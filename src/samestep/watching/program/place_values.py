@@ -40,7 +40,7 @@ class PlaceValues:
         self._changed: set[Place] = set()  # that may have been set, except caches that were filled
         self._emptied: set[Place] = set()  # of containers that were empty before the turn, too
         self._filled: frozenset[Place] = _NOWHERE  # caches that the current branch fills
-        self._registries: set[Hashable] = set()  # the ids of dicts whose entries have no data
+        self._same: set[Hashable] = set()  # places, and holders of places, from which nothing is computed
         self._kept: list[Any] = []
 
     def keep(self, found: T) -> T:
@@ -62,6 +62,11 @@ class PlaceValues:
     def object_before(self, place: Place) -> Any:
         """Return what a place was before the turn, if that is known and was read."""
         return self._objects.get(place, UNKNOWN)
+
+    def keep_same(self, value: Value, place: Place) -> Value:
+        """Return a value from before the turn that is the same in all passes."""
+        self._same.add(place)
+        return value._replace(sources=_NOWHERE)
 
     def put(self, place: Place, value: Value, name: str) -> None:
         """Set the value of a place; `name` is as in errors."""
@@ -177,8 +182,8 @@ class PlaceValues:
             return self._values[place]
         self._names.setdefault(place, holder.name)
         if is_registry(holder.object):
-            self._registries.add(holder.key)
-        is_same = isinstance(holder.object, NewObject) or place.holder in self._registries
+            self._same.add(holder.key)
+        is_same = isinstance(holder.object, NewObject) or self._is_same(place)
         return Value() if is_same else Value(frozenset({place}))
 
     # ---- branches ------------------------------------------------------------------------------------
@@ -223,8 +228,10 @@ class PlaceValues:
 
     def _before(self, place: Place) -> Value:
         """Return what a place was before the turn."""
-        is_same = place.is_new or place.holder in self._registries
-        return Value() if is_same else Value(frozenset({place}), key=place)
+        return Value() if self._is_same(place) else Value(frozenset({place}), key=place)
+
+    def _is_same(self, place: Place) -> bool:
+        return place.is_new or not self._same.isdisjoint((place, place.holder))
 
 
 def numbered(number: int) -> str:
