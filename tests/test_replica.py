@@ -178,6 +178,25 @@ def test_frozen_parameters_keep_no_gradient_and_no_hook():
     assert towers._replica.parameters == [p for p in model.parameters() if p.requires_grad]
 
 
+def test_a_buffer_may_be_where_a_loss_begins():
+    """As in libraries that add up regularizers; it is trained by nobody."""
+
+    def work(job):
+        torch.manual_seed(0)
+        model = nets.net()
+        model.register_buffer("zero", torch.tensor(0.0), persistent=False)
+        towers = Towers(model, 7, job=job)
+        for tower in towers(nets.batch_of(0, 21)):
+            loss = model.zero
+            loss.requires_grad_()
+            tower.backward(loss + F.cross_entropy(model(tower.batch["x"]), tower.batch["y"]))
+        towers.average()
+        return samestep.digest(model), [parameter.grad.sum().item() for parameter in model.parameters()]
+
+    first, *others = (values(work, num_workers)[0] for num_workers in (1, 2, 3))
+    assert others == [first, first]
+
+
 def test_a_layer_may_be_frozen_for_a_part_of_each_pass():
     """As a discriminator is."""
 

@@ -581,6 +581,16 @@ class EntropyOfTheMean(Program):
         return -(shares * shares.log()).sum(1).mean() + (of_all * of_all.log()).sum()
 
 
+class EntropyOfCodes(Program):
+    """As lookup-free quantization, which wants all codes to be used; `einsum` has rows in second place."""
+
+    def loss(self, x, y):
+        z = self.model(x)
+        codes = torch.einsum("... i d, j d -> ... i j", z[:, None], torch.tensor([[1.0, 2, 3], [3, 2, 1]]))
+        of_all = codes.softmax(-1).mean(0)
+        return F.cross_entropy(z, y) + (of_all * of_all.log()).sum()
+
+
 class InPlace(Program):
     def loss(self, x, y):
         z = self.model(x)
@@ -589,7 +599,7 @@ class InPlace(Program):
 
 STATISTICS = [
     *(SpreadOfFeatures, Covariances, CrossCorrelations, DistanceOfMeans, LoadOfExperts, EntropyOfTheMean),
-    InPlace,
+    *(EntropyOfCodes, InPlace),
 ]
 
 
@@ -641,6 +651,13 @@ class MomentsOfWeights(Program):
         return F.cross_entropy(self.model(x), y) + weight.mean(0).square().sum() + weight.var(0).sum()
 
 
+class CodesOfEachRow(Program):
+    def loss(self, x, y):
+        z = self.model(x)
+        codes = torch.einsum("... i d, j d -> ... i j", z[:, None], torch.tensor([[1.0, 2, 3], [3, 2, 1]]))
+        return F.cross_entropy(z, y) + codes.log_softmax(-1).exp().square().mean()
+
+
 class MomentsOfEachRow(Program):
     def loss(self, x, y):
         z = self.model(x)
@@ -650,7 +667,10 @@ class MomentsOfEachRow(Program):
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program",
-    [NormalisedByHand, LessTheMean, LinearInTheMean, MomentsAsMetric, MomentsOfWeights, MomentsOfEachRow],
+    [
+        *(NormalisedByHand, LessTheMean, LinearInTheMean, MomentsAsMetric, MomentsOfWeights),
+        *(MomentsOfEachRow, CodesOfEachRow),
+    ],
 )
 def test_other_statistics_are_not_told_of(program, num_workers):
     assert not told_of(program, num_workers, "is not the value of all rows")

@@ -21,14 +21,17 @@ _COPYING = {"clone", "_to_copy"}
 _FIRST = {"mm": 0, "mv": 0, "bmm": 0, "addmm": 1, "addmv": 1, "baddbmm": 1}
 """Matrix products, and which of their arguments has the rows of the result."""
 
+_BATCHED = {"bmm", "baddbmm"}
+"""Of these, the second dimension is that of the first matrices' rows, such as a tower's in `einsum`."""
+
 
 class Rows:
     """The tensors of a pass that have its rows.
 
     A tensor "has rows" in a dimension that is the tower's rows, or that is divided into as many equal parts,
     one for each row, such as the tokens of a sentence. Results of operators are followed if this is their
-    first dimension; views of these may have it in any, and so may their copies, and what is computed from
-    them by element.
+    first dimension; views of these may have it in any, and so may their copies, what is computed from them by
+    element, and products with other matrices.
 
     Attributes:
         num_rows: of the tower; 0 if none are followed.
@@ -64,9 +67,9 @@ class Rows:
         if 0 in found and (joins or not is_over_rows(call)):
             for tensor in tensors_in((result,)):
                 self._note(tensor, 0)
-        elif name in BY_ELEMENT or name in _COPYING:
+        elif name in BY_ELEMENT or name in _COPYING or name in _BATCHED:
             dims = [at for at, num_dims in found.items() if at is not None and num_dims == result.dim()]
-            if len(dims) == 1:
+            if len(dims) == 1 and not (name in _BATCHED and dims != [1]):
                 self._note(result, dims[0])
         return 0 in found
 

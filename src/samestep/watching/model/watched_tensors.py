@@ -163,11 +163,12 @@ class WatchedTensors:
             )
 
     def _check_trained(self, who: str) -> None:
-        if changed := self._differing(_is_trained, self._trained):
-            pairs = zip(self._places, self._tensors, strict=True)
-            names = _names([place for place, tensor in pairs if id(tensor) in changed])
+        ids = self._differing(_is_trained, self._trained)
+        pairs = zip(self._places, self._tensors, strict=True) if ids else ()
+        # Nobody trains a buffer.
+        if changed := [place for place, t in pairs if id(t) in ids and isinstance(t, nn.Parameter)]:
             raise UsageError(
-                f"{who} changed requires_grad of {names}: all towers of a step must train the same "
+                f"{who} changed requires_grad of {_names(changed)}: all towers of a step must train the same "
                 "parameters; freeze and unfreeze layers after average(), or put it back before the pass ends"
             )
 
