@@ -572,6 +572,18 @@ class LoadOfExperts(Program):
         return F.cross_entropy(shares, y) + 0.01 * 3 * (load * shares.mean(0)).sum()
 
 
+class CountsOfExperts(Program):
+    """As in Mixtral's loss in transformers."""
+
+    def loss(self, x, y):
+        shares = self.model(x).softmax(1)
+        chosen = shares.topk(2, dim=1).indices.reshape(-1)
+        counts = torch.zeros(3) + torch.histc(chosen.float(), bins=3, min=0, max=3)
+        total = torch.zeros(3) + shares.sum(0)
+        load = (counts / len(x) * (total / len(x))).sum()
+        return F.cross_entropy(shares, y) + 0.01 * 3 * load
+
+
 class EntropyOfTheMean(Program):
     """As information maximisation, which wants all classes to be used."""
 
@@ -599,7 +611,7 @@ class InPlace(Program):
 
 STATISTICS = [
     *(SpreadOfFeatures, Covariances, CrossCorrelations, DistanceOfMeans, LoadOfExperts, EntropyOfTheMean),
-    *(EntropyOfCodes, InPlace),
+    *(EntropyOfCodes, InPlace, CountsOfExperts),
 ]
 
 

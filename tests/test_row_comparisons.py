@@ -157,6 +157,13 @@ def below_a_constant(outputs, losses):
     return (losses * (losses.detach() < 1.2)).mean()
 
 
+def by_experts(outputs, losses):
+    experts = outputs.argmax(1)
+    order = experts.sort().indices
+    parts = [outputs[order][experts[order] == expert] * (expert + 1) for expert in range(3)]
+    return losses.mean() + torch.cat(parts)[order.argsort()].square().mean()
+
+
 def of_normalized_losses(outputs, losses):
     advantages = losses.detach() - losses.detach().mean()
     return (advantages / (advantages.std() + 1e-5) * losses).mean()
@@ -185,6 +192,7 @@ NOT_CHOSEN = [
     of_classes,
     made_stable,
     below_a_constant,
+    by_experts,
     of_normalized_losses,
 ]
 

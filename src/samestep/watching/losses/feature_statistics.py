@@ -8,7 +8,7 @@ from torch import Tensor
 
 from samestep.watching.losses.row_comparisons import Combination
 from samestep.watching.losses.row_functions import FUNCTIONS, KEEPING
-from samestep.watching.losses.rows import Rows, dimensions_of
+from samestep.watching.losses.rows import COUNTING, Rows, dimensions_of
 from samestep.watching.operators.operator_calls import Call, tensors_in
 from samestep.watching.operators.tensor_set import TensorSet
 from samestep.watching.program.program_line import ProgramLine
@@ -64,6 +64,8 @@ class FeatureStatistics:
         """Say whether an operator adds up features over rows, with a gradient or without."""
         if call.name in {"mean", "sum"}:
             return self._is_over_rows(call)
+        if call.name in COUNTING:
+            return self._at(call.args[0]) == 0
         if call.name not in {"mm", "bmm"}:
             return False
         at = [each.dim() - (self._at(each) or 0) for each in call.args[:2]]

@@ -93,6 +93,8 @@ class RowComparisons:
         is_function = name in _FUNCTIONS
         if not (tensor.requires_grad if is_function else self.is_of_model(tensor)):
             return None
+        if name == "sort" and not tensor.is_floating_point():
+            return None  # rows by groups, such as tokens by their experts
         if not (self._is_along_rows(call, tensor) if name in _ALONG else self._is_over_rows(call, tensor)):
             return None
         made = f"{name.strip('_')} over rows in {ProgramLine.current()}"

@@ -11,12 +11,15 @@ from torch._ops import OpOverload
 from samestep.watching.operators.operator_calls import Call, argument, tensors_in
 from samestep.watching.operators.origins import Kept, is_dense, keep_address, storage_of
 
-__all__ = ["BY_ELEMENT", "Rows", "dimensions_of", "is_over_all", "is_over_rows", "norm_order"]
+__all__ = ["BY_ELEMENT", "COUNTING", "Rows", "dimensions_of", "is_over_all", "is_over_rows", "norm_order"]
 
 BY_ELEMENT = {"add", "sub", "mul", "div"}
 
 _NORM = "linalg_vector_norm"
 _COPYING = {"clone", "_to_copy"}
+
+COUNTING = {"bincount", "histc"}
+"""Operators that count what is chosen for each row, such as an expert."""
 
 _FIRST = {"mm": 0, "mv": 0, "bmm": 0, "addmm": 1, "addmv": 1, "baddbmm": 1}
 """Matrix products, and which of their arguments has the rows of the result."""
@@ -64,7 +67,7 @@ class Rows:
         taken = call.args[_FIRST[name] : _FIRST[name] + 1] if name in _FIRST else call.args
         found = {self.dimension_of(each): each.dim() for each in tensors_in(taken)}
         joins = name == "cat" and list(found) == [0]  # two views of each row, say, one after the other
-        if 0 in found and (joins or not is_over_rows(call)):
+        if 0 in found and (joins or not (is_over_rows(call) or name in COUNTING)):
             for tensor in tensors_in((result,)):
                 self._note(tensor, 0)
         elif name in BY_ELEMENT or name in _COPYING or name in _BATCHED:
