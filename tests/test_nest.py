@@ -241,6 +241,17 @@ class Graph:
     pass
 
 
+class TensorDict(dict):
+    """As the class of that name, whose keys are rows."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return NotImplemented
+
+    def to_dict(self):
+        return dict(self)
+
+
 @pytest.mark.parametrize(
     ("batch", "named"),
     [
@@ -252,6 +263,7 @@ class Graph:
         (Graph(), "batch is a .*Graph"),
         ({"x": X.to_sparse()}, r"batch\['x'\] is a torch\.sparse_coo tensor, which cannot be cut.*Whole"),
         ({"x": pack_sequence([X, X[:3]])}, r"batch\['x'\] is a PackedSequence.*pack_padded"),
+        (TensorDict(x=X), r"batch is a .*TensorDict, which cannot be cut .*pass batch\.to_dict\(\)"),
         ({"x": torch.tensor(1.0)}, r"batch\['x'\] is a 0-dimensional tensor: .*samestep\.Whole\("),
         ({"x": X, "n": np.array(1.0)}, r"batch\['n'\] is a 0-dimensional array"),
         (

@@ -1606,8 +1606,33 @@ def set_after_the_passes(job):
         take_step(step)
 
 
+class Rows:
+    """As of a library of tensors by name."""
+
+    def __init__(self, x, batch_size):
+        self.x, self.batch_size = x, batch_size
+
+    @classmethod
+    def _of(cls, x, batch_size):
+        return cls(x, batch_size=batch_size)
+
+    def doubled(self):
+        return self._of(2 * self.x, batch_size=len(self.x))
+
+
+def made_by_class_methods(job):
+    model, towers, optimizer = made(job)
+    for step in range(2):
+        for tower in towers(batch_of(step)):
+            rows = Rows(tower.batch["x"], batch_size=len(tower.batch["x"])).doubled()
+            tower.backward(F.cross_entropy(model(rows.x), tower.batch["y"]))
+        towers.average()
+        optimizer.step()
+
+
 RIGHT = [
     set_after_the_passes,
+    made_by_class_methods,
     annealed_by_buffers,
     of_a_tuple_with_a_tensor,
     drawn_of_the_step,

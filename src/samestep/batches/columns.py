@@ -175,8 +175,7 @@ def parse(value: Any, path: str = "batch", in_list: str = "") -> Node:
     if held is None:
         raise BatchError(
             f"{path} is {_named(value)}, which cannot be cut along rows: expected nested tensors, arrays, "
-            f"lists with one entry per row, and numbers; let samestep.TowerLoader collate each tower's rows "
-            f"separately, or use samestep.Whole({path}) to give it to every tower unchanged"
+            f"lists with one entry per row, and numbers; {_remedy(value, path)}"
         )
     in_list = path if isinstance(value, list) else in_list
     return Branch(value, {key: parse(each, path + _step(value, key), in_list) for key, each in held.items()})
@@ -268,6 +267,15 @@ def _step(nest: Any, key: Any) -> str:
         return f"[{key!r}]"
     names = getattr(nest, "_fields", None)
     return f".{key}" if names is None else f".{names[key]}"
+
+
+def _remedy(value: Any, path: str) -> str:
+    if hasattr(type(value), "__torch_function__") and hasattr(value, "to_dict"):
+        return f"pass {path}.to_dict()"
+    return (
+        "let samestep.TowerLoader collate each tower's rows separately, or use "
+        f"samestep.Whole({path}) to give it to every tower unchanged"
+    )
 
 
 def _named(value: Any) -> str:

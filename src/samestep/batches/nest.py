@@ -26,7 +26,12 @@ PLAIN = (*NUMBERS, str, bytes, Enum)
 
 
 def entries(value: Any) -> dict[Any, Any] | None:
-    """Return a nest's entries, by key, attribute or index; None if the value is no nest."""
+    """Return a nest's entries, by key, attribute or index; None if the value is no nest.
+
+    A mapping that torch's functions take as a tensor, such as a TensorDict, is none: its keys may be rows.
+    """
+    if hasattr(type(value), "__torch_function__"):
+        return None
     if isinstance(value, Mapping):
         return {key: value[key] for key in value}
     if isinstance(value, list | tuple):

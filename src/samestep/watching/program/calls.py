@@ -27,6 +27,7 @@ from samestep.watching.program.code_values import (
     attribute_of,
     is_buffer,
     join,
+    kind_of,
 )
 from samestep.watching.program.parameters import by_name, defaults_of, positional_names, switches_of
 from samestep.watching.program.place_values import PlaceValues
@@ -129,8 +130,7 @@ class Calls(ast.NodeVisitor, ABC):
             case FunctionType() as function if not _is_own(holder.object, name):
                 return self._bound(function, holder)
             case classmethod(__func__=FunctionType() as function):
-                kind = holder.object if isinstance(holder.object, type) else type(holder.object)
-                return self._bound(function, Value.of(kind, holder.name))
+                return self._bound(function, Value.of(kind_of(holder), holder.name))
             case staticmethod(__func__=function):
                 return Value.of(function, name)
             case found if found is MISSING or isinstance(holder.object, NewObject):
