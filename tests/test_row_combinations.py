@@ -58,6 +58,33 @@ class ByCosine(Contrastive):
         return F.cosine_similarity(left[:, None], right, dim=2)
 
 
+class OfAttention(Contrastive):
+    """Torch's layer has rows in second place, and flattens them time by time."""
+
+    def build(self):
+        torch.manual_seed(0)
+        self.attention, self.embed = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(1, 4)
+        self.query = nn.Parameter(torch.ones(1, 1, 4))
+        self.head = nn.Linear(6, 4)
+        model = nn.ModuleList([self.attention, self.embed, self.head])
+        model.register_parameter("query", self.query)
+        return model
+
+    def loss(self, x, y):
+        similarities = self.head(x) @ self.pooled(self.embed(x[:, :, None])).T
+        return -F.logsigmoid(similarities * (2 * torch.eye(len(x)) - 1)).sum(1).mean()
+
+    def pooled(self, tokens):
+        return self.attention(tokens, tokens, tokens)[0].mean(1)
+
+
+class OfPooledTokens(OfAttention):
+    """As SigLIP does: queries have no rows."""
+
+    def pooled(self, tokens):
+        return self.attention(self.query.repeat(len(tokens), 1, 1), tokens, tokens)[0][:, 0]
+
+
 class HardestPairs(Program):
     """Chosen without a gradient, as miners of triplets do."""
 
@@ -95,6 +122,8 @@ class BroadcastByMistake(Program):
         BroadcastByMistake,
         HardestPairs,
         WeightsByNeighbours,
+        OfAttention,
+        OfPooledTokens,
     ],
 )
 def test_a_loss_of_pairs_of_rows_is_told_of_once_on_each_worker(program, num_workers):
@@ -128,6 +157,20 @@ class WithAttention(Program):
         return F.cross_entropy(self.head(self.attention(tokens, tokens, tokens)[0].mean(1)), y)
 
 
+class WithAnEncoder(Program):
+    """Of torch's, which has time in front within its layers."""
+
+    def build(self):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.embed, self.head = nn.Linear(1, 4), nn.Linear(4, 3)
+        return nn.ModuleList([self.encoder, self.embed, self.head])
+
+    def loss(self, x, y):
+        return F.cross_entropy(self.head(self.encoder(self.embed(x[:, :, None])).mean(1)), y)
+
+
 class WithAFourierTransform(Program):
     """Of the features of each row; its real part is a view of complex numbers."""
 
@@ -153,7 +196,9 @@ class WithFactors(Program):
 
 
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
-@pytest.mark.parametrize("program", [WithAMetric, WithAttention, WithAFourierTransform, WithFactors])
+@pytest.mark.parametrize(
+    "program", [WithAMetric, WithAttention, WithAnEncoder, WithAFourierTransform, WithFactors]
+)
 def test_rows_that_are_compared_beside_the_loss_or_within_are_not_told_of(program, num_workers):
     assert not told_of(program, num_workers, COMPARED)
 

@@ -66,6 +66,8 @@ class Rows:
         name = call.name
         taken = call.args[_FIRST[name] : _FIRST[name] + 1] if name in _FIRST else call.args
         found = {self.dimension_of(each): each.dim() for each in tensors_in(taken)}
+        if name in _BATCHED and self.dimension_of(call.args[_FIRST[name] + 1]) == 0:
+            found[0] = result.dim()
         joins = name == "cat" and list(found) == [0]  # two views of each row, say, one after the other
         if 0 in found and (joins or not (is_over_rows(call) or name in COUNTING)):
             for tensor in tensors_in((result,)):
@@ -74,6 +76,8 @@ class Rows:
             dims = [at for at, num_dims in found.items() if at is not None and num_dims == result.dim()]
             if len(dims) == 1 and not (name in _BATCHED and dims != [1]):
                 self._note(result, dims[0])
+        elif name in _FIRST and self._is_by_time(taken[0]) and result.dim() == 2:
+            self._keep(result, result.itemsize * result.stride(0))
         return 0 in found
 
     def dimension_of(self, tensor: Tensor) -> int | None:
@@ -87,11 +91,19 @@ class Rows:
                 return dimension
         return None
 
+    def _is_by_time(self, tensor: Tensor) -> bool:
+        """Say whether a matrix has all rows of one time, then those of the next, as attention layers do."""
+        held = self._strides.get(storage_of(tensor))
+        return held is not None and tensor.itemsize * tensor.stride(0) == held[0] and is_dense(tensor)
+
     def _note(self, tensor: Tensor, dimension: int) -> None:
+        if tensor.dim() > dimension and (size := tensor.shape[dimension]) and size % self.num_rows == 0:
+            self._keep(tensor, tensor.itemsize * tensor.stride(dimension) * (size // self.num_rows))
+
+    def _keep(self, tensor: Tensor, num_bytes: int) -> None:
+        """Keep how many bytes there are from one row of a new tensor to the next."""
         storage = storage_of(tensor)
-        is_new = storage and storage not in self._strides and is_dense(tensor) and tensor.dim() > dimension
-        if is_new and (size := tensor.shape[dimension]) and size % self.num_rows == 0:
-            num_bytes = tensor.itemsize * tensor.stride(dimension) * (size // self.num_rows)
+        if storage and storage not in self._strides and is_dense(tensor):
             self._strides[storage] = num_bytes, keep_address(tensor)
 
 
