@@ -76,7 +76,7 @@ class Rows:
             dims = [at for at, num_dims in found.items() if at is not None and num_dims == result.dim()]
             if len(dims) == 1 and not (name in _BATCHED and dims != [1]):
                 self._note(result, dims[0])
-        elif name in _FIRST and self._is_by_time(taken[0]) and result.dim() == 2:
+        elif name in _FIRST and self._is_by_time(taken[0]) and is_dense(result) and result.dim() == 2:
             self._keep(result, result.itemsize * result.stride(0))
         return 0 in found
 
@@ -94,16 +94,18 @@ class Rows:
     def _is_by_time(self, tensor: Tensor) -> bool:
         """Say whether a matrix has all rows of one time, then those of the next, as attention layers do."""
         held = self._strides.get(storage_of(tensor))
-        return held is not None and tensor.itemsize * tensor.stride(0) == held[0] and is_dense(tensor)
+        return held is not None and is_dense(tensor) and tensor.itemsize * tensor.stride(0) == held[0]
 
     def _note(self, tensor: Tensor, dimension: int) -> None:
-        if tensor.dim() > dimension and (size := tensor.shape[dimension]) and size % self.num_rows == 0:
+        if not is_dense(tensor) or tensor.dim() <= dimension:
+            return
+        if (size := tensor.shape[dimension]) and size % self.num_rows == 0:
             self._keep(tensor, tensor.itemsize * tensor.stride(dimension) * (size // self.num_rows))
 
     def _keep(self, tensor: Tensor, num_bytes: int) -> None:
         """Keep how many bytes there are from one row of a new tensor to the next."""
         storage = storage_of(tensor)
-        if storage and storage not in self._strides and is_dense(tensor):
+        if storage and storage not in self._strides:
             self._strides[storage] = num_bytes, keep_address(tensor)
 
 
