@@ -360,8 +360,7 @@ class ByABuffer(Decides):
     """That has no value; were there one, passes would set it."""
 
     def build(self):
-        super().build()
-        model = net()
+        model = super().build()
         model.register_buffer("weight", None)
         return model
 

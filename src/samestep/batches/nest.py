@@ -28,7 +28,7 @@ PLAIN = (*NUMBERS, str, bytes, Enum)
 def entries(value: Any) -> dict[Any, Any] | None:
     """Return a nest's entries, by key, attribute or index; None if the value is no nest.
 
-    A mapping that torch's functions take as a tensor, such as a TensorDict, is none: its keys may be rows.
+    What torch's functions take as a tensor is none: a TensorDict is a mapping, but iterates over its rows.
     """
     if hasattr(type(value), "__torch_function__"):
         return None

@@ -14,14 +14,13 @@ from samestep.watching.losses.row_comparisons import Combination, RowComparisons
 from samestep.watching.losses.row_functions import RowFunctions
 from samestep.watching.losses.row_steps import RowSteps
 from samestep.watching.losses.row_sums import RowSum
-from samestep.watching.losses.rows import BY_ELEMENT, Rows
+from samestep.watching.losses.rows import BATCHED, BY_ELEMENT, Rows
 from samestep.watching.operators.operator_calls import Call, tensors_in
 from samestep.watching.program.program_line import ProgramLine
 
 __all__ = ["RowCombinations"]
 
-_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
-_BATCHED = {"bmm", "baddbmm"}  # as in attention over several heads
+_PRODUCTS = {"mm", "addmm", *BATCHED}
 _DISTANCES = {"_cdist_forward", "_euclidean_dist"}
 _MOST_ELEMENTS = 2**20
 
@@ -61,7 +60,7 @@ class RowCombinations:
             self._found.append((first, compared))
         elif 1 < first.numel() <= _MOST_ELEMENTS and self._has_pairs(call):
             shape = " x ".join(map(str, first.shape))
-            is_time = call.name in _BATCHED and len(first) > 1
+            is_time = call.name in BATCHED and len(first) > 1
             self._note(first, f"a tensor of {shape} made", "time" if is_time else "pairs")
             self._comparisons.follow(result, self._found[-1][1])
 

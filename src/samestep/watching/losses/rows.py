@@ -11,7 +11,19 @@ from torch._ops import OpOverload
 from samestep.watching.operators.operator_calls import Call, argument, tensors_in
 from samestep.watching.operators.origins import Kept, is_dense, keep_address, storage_of
 
-__all__ = ["BY_ELEMENT", "COUNTING", "Rows", "dimensions_of", "is_over_all", "is_over_rows", "norm_order"]
+__all__ = [
+    "BATCHED",
+    "BY_ELEMENT",
+    "COUNTING",
+    "Rows",
+    "dimensions_of",
+    "is_over_all",
+    "is_over_rows",
+    "norm_order",
+]
+
+BATCHED = {"bmm", "baddbmm"}
+"""Products of several pairs of matrices, as in attention over several heads, and in `einsum`."""
 
 BY_ELEMENT = {"add", "sub", "mul", "div"}
 
@@ -24,9 +36,6 @@ COUNTING = {"bincount", "histc"}
 _FIRST = {"mm": 0, "mv": 0, "bmm": 0, "addmm": 1, "addmv": 1, "baddbmm": 1}
 """Matrix products, and which of their arguments has the rows of the result."""
 
-_BATCHED = {"bmm", "baddbmm"}
-"""Of these, the second dimension is that of the first matrices' rows, such as a tower's in `einsum`."""
-
 
 class Rows:
     """The tensors of a pass that have its rows.
@@ -34,7 +43,7 @@ class Rows:
     A tensor "has rows" in a dimension that is the tower's rows, or that is divided into as many equal parts,
     one for each row, such as the tokens of a sentence. Results of operators are followed if this is their
     first dimension; views of these may have it in any, and so may their copies, what is computed from them by
-    element, and products with other matrices.
+    element, and their products with other matrices.
 
     Attributes:
         num_rows: of the tower; 0 if none are followed.
@@ -66,19 +75,18 @@ class Rows:
         name = call.name
         taken = call.args[_FIRST[name] : _FIRST[name] + 1] if name in _FIRST else call.args
         found = {self.dimension_of(each): each.dim() for each in tensors_in(taken)}
-        if name in _BATCHED and self.dimension_of(call.args[_FIRST[name] + 1]) == 0:
-            found[0] = result.dim()
+        has_rows = 0 in found or (name in BATCHED and self.dimension_of(call.args[-1]) == 0)
         joins = name == "cat" and list(found) == [0]  # two views of each row, say, one after the other
-        if 0 in found and (joins or not (is_over_rows(call) or name in COUNTING)):
+        if has_rows and (joins or not (is_over_rows(call) or name in COUNTING)):
             for tensor in tensors_in((result,)):
                 self._note(tensor, 0)
-        elif name in BY_ELEMENT or name in _COPYING or name in _BATCHED:
+        elif name in _FIRST:
+            self._note_product(taken[0], result)
+        elif name in BY_ELEMENT or name in _COPYING:
             dims = [at for at, num_dims in found.items() if at is not None and num_dims == result.dim()]
-            if len(dims) == 1 and not (name in _BATCHED and dims != [1]):
+            if len(dims) == 1:
                 self._note(result, dims[0])
-        elif name in _FIRST and self._is_by_time(taken[0]) and is_dense(result) and result.dim() == 2:
-            self._keep(result, result.itemsize * result.stride(0))
-        return 0 in found
+        return has_rows
 
     def dimension_of(self, tensor: Tensor) -> int | None:
         """Return the dimension that is the rows; None if there is none, or it is not known."""
@@ -91,10 +99,18 @@ class Rows:
                 return dimension
         return None
 
-    def _is_by_time(self, tensor: Tensor) -> bool:
-        """Say whether a matrix has all rows of one time, then those of the next, as attention layers do."""
-        held = self._strides.get(storage_of(tensor))
-        return held is not None and is_dense(tensor) and tensor.itemsize * tensor.stride(0) == held[0]
+    def _note_product(self, matrix: Tensor, result: Tensor) -> None:
+        """Note the product of a matrix, or of several, that has rows elsewhere than in front."""
+        held = self._strides.get(storage_of(matrix))
+        if held is None or not (is_dense(matrix) and is_dense(result)):
+            return
+        if matrix.dim() == 3 and self.dimension_of(matrix) == 1:
+            self._note(result, 1)
+            return
+        # All rows of one time, then those of the next: attention layers flatten them so.
+        is_by_time = matrix.itemsize * matrix.stride(0) == held[0] and len(matrix) % self.num_rows == 0
+        if is_by_time and result.dim() == 2:
+            self._keep(result, result.itemsize * result.stride(0))
 
     def _note(self, tensor: Tensor, dimension: int) -> None:
         if not is_dense(tensor) or tensor.dim() <= dimension:

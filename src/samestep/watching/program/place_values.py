@@ -183,8 +183,7 @@ class PlaceValues:
         self._names.setdefault(place, holder.name)
         if is_registry(holder.object):
             self._same.add(holder.key)
-        is_same = isinstance(holder.object, NewObject) or self._is_same(place)
-        return Value() if is_same else Value(frozenset({place}))
+        return Value() if self._is_same(place) else Value(frozenset({place}))
 
     # ---- branches ------------------------------------------------------------------------------------
 
