@@ -22,8 +22,9 @@ $(STAMP): pyproject.toml constraints.txt
 train: install
 	$(BIN)/samestep train digits --towers 8
 
+# Without what is marked. That of the folder is not even imported, which takes seconds in each of the processes.
 test: install
-	$(PYTEST) -m "not slow and not packages and not long"
+	$(PYTEST) -m "not slow and not packages and not long" --ignore tests/packages
 
 # With what takes long, or other packages: those compared with, and those that build and check the package.
 test-all: test check

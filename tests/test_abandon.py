@@ -219,6 +219,7 @@ def test_pooled_layers_and_generators_are_as_before():
     assert next(turns, None) is None
 
 
+@pytest.mark.long
 def test_other_cuts_after_an_abandoned_step():
     def work(job):
         model = Net()

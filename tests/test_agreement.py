@@ -27,6 +27,7 @@ def agree_on(everyone, seed=0, **more):
 # ---- values ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @given(st.sampled_from(WORKERS), seeds)
 def test_workers_that_agree_get_the_messages_of_all(num_workers, seed):
     def work(job):
@@ -95,6 +96,7 @@ def test_no_difference():
 # ---- errors ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @given(st.sampled_from(WORKERS), st.sets(st.integers(0, 6)), seeds)
 def test_errors_come_out_as_they_are_and_in_words_elsewhere(num_workers, failing, seed):
     failing = {rank for rank in failing if rank < num_workers}
@@ -180,6 +182,7 @@ def test_all_get_what_worker_0_found_and_it_alone_looks(num_workers):
     assert looked == [0]
 
 
+@pytest.mark.long
 @given(st.sampled_from(WORKERS), seeds)
 def test_an_error_of_worker_0_is_the_same_on_all(num_workers, seed):
     def fail():

@@ -55,6 +55,7 @@ def test_all_workers_are_told(name, num_workers):
         assert all(word in outcome.text for word in words), outcome.text
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 @pytest.mark.parametrize("name", KEPT)
 def test_any_number_of_workers_takes_the_same_steps(name, num_workers):

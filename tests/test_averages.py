@@ -152,6 +152,7 @@ def test_checkpoints_see_through_torch_compile(tmp_path, change, compile_first):
     assert samestep.digest(second["averaged_model"]) == samestep.digest(first["averaged_model"])
 
 
+@pytest.mark.long
 def test_averages_that_are_compiled_themselves(tmp_path):
     model, averaged = build("of all")
     update(model, averaged, range(2))

@@ -88,6 +88,7 @@ class OwnNumber(OwnBackward):
         return gradient * (1 + torch.rand((), generator=generator).item())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", WORKERS)
 def test_a_number_that_continues_another_passs_draws_is_told_of_once_on_each_worker(num_workers):
     told, _ = warnings_of(OwnNumber, num_workers)
@@ -163,6 +164,7 @@ class SeededByCount(OwnBackward):
         return F.dropout(gradient, 0.2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("program", [ReversedByCount, EveryOtherHook, SeededByCount])
 def test_gradients_that_depend_on_a_count_of_passes_are_told_of_once_on_each_worker(program, num_workers):
@@ -183,6 +185,7 @@ class Annealed(OwnBackward):
         return changed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", WORKERS)
 def test_a_number_that_another_backward_has_left_is_named(num_workers):
     told, _ = warnings_of(Annealed, num_workers)
@@ -265,6 +268,7 @@ class Shared(Program):
         return F.cross_entropy(outputs + outputs * outputs.sigmoid() + outputs.flip(1), y)
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 7], 1))
 @pytest.mark.parametrize(
     "program",

@@ -78,6 +78,7 @@ class ByPython(OfAll):
         return super().batch(step) | {"names": [*"abcdefghijklmnopqrstu"][: 21 - step % 3]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("program", "most"), [(LessItsMean, 3), (OfLabelsAlone, 3), (OfOneTower, 1), (ByPython, 2)]
 )

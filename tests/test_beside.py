@@ -189,6 +189,7 @@ class InAFunction(Program):
             kept.clear()
 
 
+@pytest.mark.sampled(50)
 @BY_SOURCE_CODE
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize(
@@ -218,6 +219,7 @@ def test_what_workers_make_of_their_own_towers_is_refused(program, name, num_wor
     assert simulate(program, 1)[0].error is None
 
 
+@pytest.mark.long
 @BY_SOURCE_CODE
 @pytest.mark.parametrize(
     ("program", "name"),
@@ -238,6 +240,7 @@ def test_with_one_tower_per_worker_it_is_a_warning(program, name):
     assert "keep what is of one tower in a dict, by tower.index" in told[0]
 
 
+@pytest.mark.long
 def test_what_its_pass_left_in_the_step_before_is_told_of_too():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -474,6 +477,7 @@ def test_what_is_the_same_on_all_workers_is_let_through(program, num_workers):
     assert len(digests) == 1
 
 
+@pytest.mark.long
 @BY_SOURCE_CODE
 def test_what_differs_later_is_found_in_a_later_step_that_is_followed():
     class Late(Center):
@@ -495,6 +499,7 @@ def test_what_differs_later_is_found_in_a_later_step_that_is_followed():
         assert "step 32: losses depend on center of self" in outcome.text
 
 
+@pytest.mark.long
 def test_nothing_is_sent_where_losses_of_equal_towers_depend_on_the_model_alone():
     class Alone(Program):
         def num_rows(self, step):
@@ -509,6 +514,7 @@ def test_nothing_is_sent_where_losses_of_equal_towers_depend_on_the_model_alone(
     values(Alone, 3)
 
 
+@pytest.mark.long
 def test_a_step_that_was_refused_can_be_taken_again():
     def program(job):
         model, center, refused = net(), torch.zeros(3), []

@@ -445,6 +445,7 @@ def test_a_counter_that_depends_on_rows_says_what_to_write():
 # ---- docs/statistics.md ----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_page_on_modules_with_buffers_is_true():
     page = Path(__file__).parents[1] / "docs" / "statistics.md"
     found = doctest.testfile(str(page), module_relative=False)

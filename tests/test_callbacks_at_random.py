@@ -142,6 +142,7 @@ def written(seed):
     return code, is_carried or ("seen" not in decision and is_set_in != "after_step")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", seeds(200, 1))
 def test_what_depends_on_a_workers_own_passes_is_told_of(seed, tmp_path):
     code, depends = written(seed)

@@ -198,6 +198,7 @@ class InAStep(Decides):
         self.digest = ""
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2, 7], 1))
 @pytest.mark.parametrize(
     "program",
@@ -403,6 +404,7 @@ class OfOwnGenerator(Decides):
         return loss * 2 if torch.rand((), generator=self.generator).item() > 0.5 else loss
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 1))
 @pytest.mark.parametrize(
     "program",

@@ -94,6 +94,7 @@ def test_a_model_that_keeps_the_promise(build, options):
     assert result.notes == ([STAND_INS] if options.get("towers") != 1 else [])
 
 
+@pytest.mark.long
 def test_checking_changes_no_bits_and_no_global_state():
     torch.manual_seed(7)
     threads, expected = torch.get_num_threads(), torch.random.get_rng_state()
@@ -129,6 +130,7 @@ def test_a_loss_that_is_not_finite_is_raised():
         check(build)
 
 
+@pytest.mark.long
 def test_the_result_in_words():
     words = "same bits: 4 towers, 2 steps, placements 1, 1, 2 workers"
     assert str(check(with_fault(planted.Clean))) == f"{words}\nnote: {STAND_INS}"
@@ -136,6 +138,7 @@ def test_the_result_in_words():
     assert str(named) == "same bits: digits, 1 tower, 1 step, placements 1, 1 workers\nnote: it rained"
 
 
+@pytest.mark.long
 def test_workers_beyond_the_towers_are_left_out():
     assert check(with_fault(planted.Clean), towers=2, workers=(1, 2, 3)).placements == (1, 1, 2)
 
@@ -203,10 +206,12 @@ def test_the_step_and_tower_are_named():
     assert str(finding).splitlines()[1] == "  module     1 (Kernel)"
 
 
+@pytest.mark.long
 def test_a_counter_is_shown_with_its_values():
     assert "it is 2 on one worker and 0 on 2 workers" in finding_of(with_fault(planted.Counter)).cause
 
 
+@pytest.mark.long
 def test_all_values_that_may_be_the_cause_are_named():
     cause = finding_of(with_fault(planted.Factor)).cause
     assert cause == (
@@ -215,6 +220,7 @@ def test_all_values_that_may_be_the_cause_are_named():
     )
 
 
+@pytest.mark.long
 def test_only_the_value_that_the_operator_reads_is_named():
     cause = finding_of(with_fault(planted.PlainFactor)).cause
     assert cause.startswith("factor of 1 (PlainFactor) is kept from tower to tower")
@@ -234,6 +240,7 @@ def test_a_momentum_that_passes_change():
     assert finding.cause.startswith("momentum of 1 (Momentum) is kept from tower to tower: it is 0.0")
 
 
+@pytest.mark.long
 def test_a_fault_in_the_loss_function():
     def build():
         torch.manual_seed(0)
@@ -268,6 +275,7 @@ def test_other_weights_each_time():
     assert (finding.parameter, finding.remedy[:20]) == ("5.weight", "seed inside build(),")
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize(
     ("kind", "operator", "generator"),
     [
@@ -291,6 +299,7 @@ def test_an_update_that_draws(kind, operator, generator):
     )
 
 
+@pytest.mark.long
 def test_a_buffer_that_is_not_averaged():
     finding = finding_of(with_fault(planted.Buffer))
     assert (finding.module, finding.parameter) == ("1 (Buffer)", "average")

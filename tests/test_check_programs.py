@@ -331,6 +331,7 @@ def test_a_norm_outside_the_model():
     assert "running_mean" in str(finding)
 
 
+@pytest.mark.long
 def test_a_teacher_that_follows_between_steps_keeps_the_promise():
     def build():
         model = network(nn.Dropout())
@@ -354,6 +355,7 @@ def test_a_teacher_that_follows_between_steps_keeps_the_promise():
 # ---- updates -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_learning_rate_that_is_drawn():
     def build():
         model = network(nn.Tanh())
@@ -426,6 +428,7 @@ def test_names_that_python_gives_are_no_state():
     assert [place for place in held if place.name.startswith("__")] == []
 
 
+@pytest.mark.long
 def test_a_global_counter():
     def loss_of(model, batch):
         CALLS.append(1)
@@ -501,12 +504,14 @@ def test_code_that_is_compiled_for_the_shapes_that_a_worker_has_met():
     assert finding.remedy == "compile with dynamic=False, or let T divide the batch"
 
 
+@pytest.mark.long
 def test_watching_leaves_torch_compile_on():
     flags = sys.modules["torch.utils._python_dispatch"]
     finding_of(lambda: (network(planted.Counter()), planted.loss_of), workers=(3,))
     assert not flags._is_in_torch_dispatch_mode
 
 
+@pytest.mark.long
 def test_what_is_trained_beside_the_model_comes_fourth():
     def build():
         torch.manual_seed(0)

@@ -98,6 +98,7 @@ def test_a_mean_over_tokens_is_that_of_the_unsplit_batch(rows):
     assert math.isnan(report.tower_losses[-1])  # the last sentences are empty
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("rows", [17, 10])
 def test_means_over_tokens_and_rows_are_those_of_the_unsplit_batch(rows):
@@ -115,6 +116,7 @@ def test_means_over_tokens_and_rows_are_those_of_the_unsplit_batch(rows):
     assert report.count == num_tokens(batch) + rows
 
 
+@pytest.mark.long
 def test_tower_losses_are_the_sums_of_each_towers_own_means():
     model, batch = LanguageModel(), sentences(14)
     towers, expected = Towers(model, 7), []
@@ -127,6 +129,7 @@ def test_tower_losses_are_the_sums_of_each_towers_own_means():
     assert towers.average().tower_losses == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize(
     "nothing",
     [lambda model: torch.zeros(()), lambda model: 0 * model.head.weight.sum()],
@@ -152,6 +155,7 @@ def test_towers_that_count_nothing_add_nothing(nothing, empty):
     assert {tower for tower, own in enumerate(report.tower_losses) if math.isnan(own)} == empty
 
 
+@pytest.mark.long
 def test_a_name_that_counts_nothing_adds_nothing_even_where_its_sum_is_not_finite():
     model, batch = LanguageModel(), sentences(9)
     towers = Towers(model, 4)
@@ -216,6 +220,7 @@ def state_of(step):
     )
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("named", [False, True])
 def test_a_batch_in_which_nothing_counts_stops_before_the_update(named):
     step, batch = make(named), sentences(9)
@@ -358,6 +363,7 @@ def counted(count, job, steps=2):
     return samestep.digest(model), torch.rand(1).item()
 
 
+@pytest.mark.long
 def test_counts_draw_from_a_tower_s_own_streams():
     def count(rows, _):
         return 1 + torch.rand(1) + random.random() + np.random.rand()
@@ -381,6 +387,7 @@ def test_a_count_that_depends_on_those_before_is_refused(num_workers):
         assert "the count of sum is 1, but 2 when counted again" in outcome.text
 
 
+@pytest.mark.long
 def test_a_count_may_write_to_its_rows():
     def count(rows, _):
         return rows.mul_(2).square().sum()

@@ -35,6 +35,7 @@ def take_step(model, towers, optimizer):
     return report.loss
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("seed", mostly_long(range(6), 2))
 def test_two_models_with_towers_of_their_own(seed):
     def work(job):
@@ -62,6 +63,7 @@ def test_towers_that_are_not_passed_to_elastic_are_an_error():
         assert "for 3 workers, and the job has 2 now: pass them to samestep.Elastic, too" in outcome.text
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:step 4, tower .. its loss depends on mean of kept")  # also a warning
 def test_state_kept_in_passes_is_found_once_the_remaining_workers_have_several_towers():
     """On three workers each tower has its own mean; on two, two towers share one."""
@@ -333,6 +335,7 @@ def of_small_batches(towers, elastic, take, loader):
         elastic(take, batch)
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("seed", mostly_long(range(6), 2))
 @pytest.mark.parametrize("loop", [from_a_stream, of_small_batches])
 def test_batches_of_streams_and_slices_are_made_again_after_a_loss(loop, seed):

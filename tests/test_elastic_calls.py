@@ -216,7 +216,7 @@ LOOPS = [
 ]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("seed", mostly_long(range(8), 2))
 @pytest.mark.parametrize("loop", LOOPS)
 def test_newcomers_start_with_the_call_that_the_others_make(loop, seed):
@@ -258,6 +258,7 @@ def loaders_one_after_the_other(job):
     return samestep.digest(state["model"])
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", mostly_long(range(12), 3))
 @pytest.mark.parametrize("work", [several_steps_with_a_batch, loaders_one_after_the_other])
@@ -266,6 +267,7 @@ def test_newcomers_start_with_the_batch_that_the_others_use(work, seed):
     check_outcomes(town, work, samestep.errors.LostWorkerError)
 
 
+@pytest.mark.long
 def test_a_newcomer_whose_loop_has_a_counter_of_its_own_is_sent_away(capsys):
     def work(job):
         parts = made(job)
@@ -318,6 +320,7 @@ def draws_in_the_call_and_after_it(elastic, step, towers, optimizer):
         torch.randn(1)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", mostly_long(range(8), 2))
 @pytest.mark.parametrize("loop", [small_batches, draws_before_the_call, draws_in_the_call_and_after_it])

@@ -73,6 +73,7 @@ def a_bad_output(folder, monkeypatch):
     return "IndexError: list index out of range"
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "fault",
@@ -153,6 +154,7 @@ def test_an_error_of_the_step_itself_is_raised(tmp_path):
     assert hooks_of(trainer.model) == []
 
 
+@pytest.mark.long
 def test_evaluation_prints_first_and_says_once_what_it_cannot_write(tmp_path, capsys, monkeypatch):
     settings = Tiny(run_dir=tmp_path, steps=1)
     train(settings, JOB)

@@ -50,6 +50,7 @@ def main_of(monkeypatch):
     return read
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", mostly_long(SMALL, 1))
 def test_any_number_of_workers_ends_in_the_same_weights(name, main_of, tmp_path, monkeypatch, capsys):
     main, ends = main_of(name), []
@@ -64,6 +65,7 @@ def test_any_number_of_workers_ends_in_the_same_weights(name, main_of, tmp_path,
     assert ends[1:] == ends[:1] * 2
 
 
+@pytest.mark.long
 def test_layers_are_frozen_and_then_thawed(main_of, tmp_path, monkeypatch):
     main, seen = main_of("finetune"), []
     monkeypatch.chdir(tmp_path)

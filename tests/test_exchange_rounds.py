@@ -147,6 +147,7 @@ def stored_gradients(model):
             yield name, None, gradient.view(torch.int32).tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", mostly_long([19, 3, 28], 1))
 def test_sparse_gradients_have_the_same_bits_on_any_number_of_workers(rows):
     def work(job):

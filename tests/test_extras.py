@@ -37,6 +37,7 @@ def without(monkeypatch):
     return hide
 
 
+@pytest.mark.long
 def test_digits_train_with_the_core_alone(tmp_path, without, capfd):
     without("PIL", "requests", "rich", "tensorboard")
     assert train(DigitsSettings(steps=2, batch_size=16, log_every=1, run_dir=tmp_path / "run"), ALONE) == 0

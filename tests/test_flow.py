@@ -689,6 +689,7 @@ class OutputsOfBefore(Program):
         return F.cross_entropy(self.model(x) - self.center, y)
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2, 7], 1))
 @pytest.mark.parametrize(
     "program",

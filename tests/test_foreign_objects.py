@@ -117,6 +117,7 @@ MAKERS = {
 IN_FAKE_MODE = {"a fake tensor", "an exported net"}
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*torch.ao", "ignore:torch.quantize")
 @pytest.mark.parametrize("name", mostly_long(MAKERS, 6))
 def test_any_number_of_workers_takes_the_same_steps(name):

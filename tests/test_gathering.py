@@ -58,6 +58,7 @@ def accuracy_of_steps(job):
     return accuracies
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", [3, 7])
 def test_the_loss_function_of_a_step_may_keep_values_in_a_list(num_workers):
     assert values(accuracy_of_steps, num_workers) == values(accuracy_of_steps, 1) * num_workers

@@ -136,6 +136,7 @@ class Numbered(Zipped):
         self.digest = None
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize(
     ("program", "name"),
@@ -201,6 +202,7 @@ class NumberedForTheLog(Program):
         self.digest = samestep.digest(self.model)
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("program", [OncePerStep, FromTheBeginning, OfThePass, NumberedForTheLog])
 def test_what_every_tower_gets_alike_gives_no_warning(program, num_workers):

@@ -20,6 +20,7 @@ def events(run_dir, *names):
     return [line for line in lines if line.get("event") in names]
 
 
+@pytest.mark.long
 def test_an_end_says_why(tmp_path):
     run(tmp_path, 2, steps=2, max_seconds=1e-9)
     run(tmp_path, 2, steps=2)
@@ -34,6 +35,7 @@ def test_an_end_says_why(tmp_path):
     assert reasons == [(1, "--max-seconds"), (2, "done"), (3, "KeyError: 'mine'")]
 
 
+@pytest.mark.long
 def test_starts_and_ends_stay_when_their_steps_are_taken_again(tmp_path):
     class Raising(samestep.Callback):
         def after_step(self, trainer, report):
@@ -47,6 +49,7 @@ def test_starts_and_ends_stay_when_their_steps_are_taken_again(tmp_path):
     assert found == [("start", 0), ("end", 8), ("start", 6), ("end", 15)]
 
 
+@pytest.mark.long
 def test_the_lines_of_an_earlier_run_are_on_the_disk_before_they_replace_its_file(tmp_path, monkeypatch):
     run(tmp_path, steps=2)
     calls = []
@@ -71,6 +74,7 @@ def test_the_lines_of_an_earlier_run_are_on_the_disk_before_they_replace_its_fil
     assert calls[at + 1][0] == str(tmp_path)
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_noted_at_its_own_step(tmp_path):
     trainer = trainer_of(samestep.Job(torch.device("cpu")), tmp_path, steps=7, checkpoint_every=3)
     trainer.run()
@@ -92,6 +96,7 @@ def test_where_towers_move_is_noted_once(tmp_path):
     assert found[-2:] == [(2, [3, 1]), (4, [1, 3])]
 
 
+@pytest.mark.long
 def test_what_was_measured_after_a_step_is_there_once_though_a_run_begins_there_again(tmp_path):
     for _ in range(2):
         result = run(tmp_path, 2, steps=3, log_every=1)

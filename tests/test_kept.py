@@ -688,6 +688,7 @@ def raising(error, where):
     return fail
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [
@@ -787,6 +788,7 @@ def test_an_optimizer_of_other_parameters_on_one_worker_is_told_to_all():
             assert "also=" in outcome.text
 
 
+@pytest.mark.long
 def test_batches_that_are_never_averaged_are_told_of():
     def work(job):
         towers = Towers(net(), 5, job=job)

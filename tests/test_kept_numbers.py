@@ -129,6 +129,7 @@ class InClosure(Baseline):
         return super().build()
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("program", [Baseline, AsTensor, Filled, InList, InClass, InGlobal, InClosure])
 def test_a_number_that_another_pass_has_left_is_named_once_on_each_worker(program, num_workers):
@@ -430,6 +431,7 @@ def told_of(program, num_workers):
     return [str(each.message) for each in caught if "which each pass computes from" in str(each.message)]
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", mostly_long([1, 2, 7], 2))
 @pytest.mark.parametrize(
     ("program", "name"),
@@ -563,6 +565,7 @@ class SwitchedLater(Switched):
         return losses.mean()
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", mostly_long([1, 2, 3], 2))
 @pytest.mark.parametrize(
     ("program", "name"),
@@ -617,6 +620,7 @@ class GrowingForTwoSteps(Growing):
     steps = 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", [InMethods, InAnExpression, GrowingForTwoSteps])
 def test_with_one_tower_per_worker_it_is_named_in_the_next_step(program):
     assert len(told_of(program, 7)) == 7
@@ -1016,6 +1020,7 @@ class AfterTheStep(Baseline):
         return super().batch(step)
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize(
     "program",

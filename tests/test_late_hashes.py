@@ -74,6 +74,7 @@ def leaving(job, leavers):
     return samestep.digest(model)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 2))
 @pytest.mark.parametrize("leavers", [{1: 0}, {1: 1, 2: 0}, {0: 2, 3: 1, 4: 1, 5: 0}])

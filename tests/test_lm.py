@@ -111,6 +111,7 @@ def test_embeddings_learn_faster_and_matrices_alone_decay(settings, tied):
 # ---- text --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_document_is_drawn_with_the_model_s_probabilities():
     model = net(vocabulary=4, context=3).float()
     first = [draw(model, 0, 1, torch.Generator().manual_seed(seed)) for seed in range(500)]
@@ -136,6 +137,7 @@ def test_no_sample_can_steer_a_terminal():
 # ---- runs --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", mostly_long([{"tied_head": True, "autocast": "bf16", "towers": 5, "ngrams": 1}, {}], 1)
 )

@@ -534,6 +534,7 @@ def train(job, kind="mean"):
     return digest(model), dataset.asked
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 @pytest.mark.parametrize("kind", ["mean", "counts", "whole"])
 def test_any_number_of_workers_takes_the_same_steps_and_reads_each_example_once(kind, num_workers):
@@ -583,6 +584,7 @@ def test_what_a_pass_writes_to_its_rows_stays_out_of_the_dataset():
     assert all(entry["boxes"].all() and entry["sizes"].all() for entry in held)
 
 
+@pytest.mark.sampled(50)
 @READERS
 def test_a_gradient_that_is_not_finite_is_traced_by_reading_again(dataset, options):
     del dataset
@@ -749,6 +751,7 @@ def trained_on(dataset, num_steps, state=None, num_towers=NUM_TOWERS, **options)
     return loader.state_dict()
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", [Files, FilesInBatches])
 @pytest.mark.parametrize("num_workers", mostly_long([0, 1], 1))
@@ -770,6 +773,7 @@ def test_the_warning_comes_once_and_says_what_is_no_fault():
     assert state["position"] == 6
 
 
+@pytest.mark.long
 def test_a_run_that_goes_back_to_an_earlier_state_reads_its_own_data():
     """As where a worker was lost; the dataset may have a setting that the epoch determines."""
     dataset = Files()

@@ -201,6 +201,7 @@ class Codes(nn.Module):
         return x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_towers", TOWERS)
 @pytest.mark.parametrize("statistics", mostly_long(["pooled", "mean", "first"], 2))
 def test_a_forward_that_the_backward_runs_again_changes_buffers_once(statistics, num_towers):
@@ -505,6 +506,7 @@ def by_equal_weights(tower, model):
     return sums + (each * (normalized * len(normalized))).mean()
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("num_rows", [15, 18, 9])
 @pytest.mark.parametrize(
@@ -583,6 +585,7 @@ def test_adversarial_inputs_by_a_backward_that_leaves_gradients_are_refused(num_
     assert all("torch.autograd.grad(loss, inputs)" in text for text in texts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_towers", TOWERS)
 def test_weights_may_be_swapped_with_those_of_another_net(num_towers):
     def program(job, num_towers):

@@ -90,6 +90,7 @@ WAYS = [(3, False), (1, True), (3, True), (1, False)]
 """How many workers train it, and whether it is compiled."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_workers", "compiled"), mostly_long(WAYS, 1))
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_loading_does_not_restore_is_named_once(what, compiled, num_workers, tmp_path):
@@ -101,11 +102,13 @@ def test_what_loading_does_not_restore_is_named_once(what, compiled, num_workers
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", CHANGES.values())
 def test_what_the_program_sets_again_gives_no_warning(change, tmp_path):
     assert run(tmp_path / "saved", change, change) == []
 
 
+@pytest.mark.long
 def test_what_the_program_sets_otherwise_is_its_own_choice(tmp_path):
     def other(model):
         model.drop.p, model.temperature = 0.2, 0.8
@@ -136,6 +139,7 @@ def test_a_checkpoint_of_no_step_has_nothing_to_compare(tmp_path):
     step(trained, towers, optimizer)
 
 
+@pytest.mark.long
 def test_settings_are_kept_through_a_load_without_a_step(tmp_path):
     def again(model):
         towers, loaded = samestep.Towers(model, 5), model

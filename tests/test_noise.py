@@ -70,6 +70,7 @@ def test_the_noise_scale_of_equal_towers_is_the_papers():
     assert report.noise_scale == pytest.approx(noise / signal if signal > 0 else math.inf, rel=1e-9)
 
 
+@pytest.mark.long
 def test_uneven_towers_with_weights_are_without_bias():
     """Rows draw a gradient with known mean and covariance, and weigh it by how much they count."""
     ranges, num_trials = [range(0, 5), range(5, 6), range(6, 9), range(9, 20)], 20_000
@@ -121,6 +122,7 @@ def test_settings_that_do_not_exist(noise_every):
         Towers(perceptron(), 4, noise_every=noise_every)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_towers", [3, 8, 13])
@@ -138,6 +140,7 @@ def test_bits_are_the_same_with_and_without(num_towers, dtype):
     assert len(digests) == 1
 
 
+@pytest.mark.long
 def test_float16_norms_are_without_the_loss_scale():
     reports = []
     for autocast in (torch.float16, None):

@@ -118,6 +118,7 @@ losses.kthvalue(1 + kept.count % len(losses)).values
 """
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("loss", LOSSES.strip().splitlines())
 def test_weights_do_not_depend_on_the_workers_unless_it_is_told(loss, tmp_path):
     check_told(PROGRAM.format(loss=loss), tmp_path / "numbers.py", is_seen_alone=True)

@@ -210,6 +210,7 @@ class InnerLoop(Loop):
         self.other.param_groups[0]["lr"] = 0.1 / self.num_passes
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 1))
 @pytest.mark.parametrize(
@@ -239,6 +240,7 @@ def test_a_setting_that_a_later_pass_changes_ends_the_step_on_all_workers(progra
         assert f"changed {named} after the worker's first pass, so its value depends" in outcome.text
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("program", [Loop, FromStep, ForPass, Unlike, InnerLoop, Logged])
 def test_what_follows_the_step_is_no_error(program):

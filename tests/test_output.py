@@ -151,6 +151,7 @@ def test_a_file_that_is_opened_later_gets_nothing_that_is_printed(tmp_path):
     assert (tmp_path / "weights").read_bytes() == b""
 
 
+@pytest.mark.long
 def test_a_run_goes_on_without_its_reader(monkeypatch, tmp_path, capfd):
     with broken_pipe() as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)

@@ -92,6 +92,7 @@ def in_a_step(job):
     samestep.Step(towers, loss, torch.optim.SGD(model.parameters(), 0.1))(torch.ones(14, 4))
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 1))
 @pytest.mark.parametrize(
     ("program", "named"),
@@ -159,6 +160,7 @@ def draws_what_no_seed_decides(x, tower):
     return x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "change",
     [

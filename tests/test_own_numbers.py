@@ -164,6 +164,7 @@ def train(job, make, loss=square, edit=lambda job, model, step: None, num_steps=
     return samestep.digest(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 1))
 @pytest.mark.parametrize(
     ("make", "make_loss", "named"),
@@ -202,6 +203,7 @@ def test_two_losses_of_a_kind_are_told_apart(num_workers):
     assert len(named) == {1: 2, 2: 2, 3: 0}[num_workers]  # where a loss has counted twice on a worker
 
 
+@pytest.mark.long
 def test_losses_that_are_made_in_each_pass_count_for_themselves():
     """Also where one is made where another one lay."""
     model, criterion = nn.Linear(4, 3), None
@@ -316,6 +318,7 @@ def test_what_all_workers_set_alike_is_let_through(num_workers):
     assert len({found for number in (1, num_workers) for found in values(work, number)}) == 1
 
 
+@pytest.mark.long
 def test_functions_among_a_layers_settings_are_not_compared():
     # As in the `qconfig` that torch's quantisation sets: each process has them elsewhere.
     def make(_):

@@ -47,6 +47,7 @@ def test_no_shares_of_many_towers_are_faster(tower_ns, more):
     assert slowest_ns(fastest(tower_ns, num_towers), tower_ns) == expected
 
 
+@pytest.mark.long
 def test_whole_subtrees_are_preferred_where_they_cost_no_time():
     assert fastest([10, 10], num_towers=9).cuts == (0, 4, 9)  # 1 + 2 subtrees, not 2 + 3
     assert fastest([10, 11], num_towers=9).cuts == (0, 5, 9)
@@ -81,6 +82,7 @@ def test_many_short_steps_are_one_stretch():
     assert ends[0] == 8 * 10  # stretches of ten steps of 60 ms, from the second step on
 
 
+@pytest.mark.long
 @given(st.integers(0, 10**6), st.integers(2, 4))
 def test_noise_is_not_followed(seed, num_workers):
     chance = random.Random(seed)
@@ -195,6 +197,7 @@ def train(job, clock, slowness, placement="auto", steps=30, each_step=lambda ste
     return digest(model), seen
 
 
+@pytest.mark.long
 def test_the_passes_are_timed_and_not_what_they_wait_for(clock):
     runs = values(lambda job: train(job, clock, lambda rank, step: 1 + rank, "even", 12), 3)
     for rank, (_, seen) in enumerate(runs):

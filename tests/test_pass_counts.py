@@ -105,6 +105,7 @@ class ByThirtieths(Counter):
         return self.num_passes / 30 * size
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", [Counter, Temperature, AsTensor, InPlace, ByThirtieths])
 def test_a_loss_that_depends_on_a_count_of_passes_is_told_of_once(program):
     with warnings.catch_warnings(record=True) as caught:

@@ -206,6 +206,7 @@ class AfterALookup(EveryOther):
         return super().loss(x, y) * Settings().get("weight")
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", mostly_long([2, 1, 3], 1))
 @pytest.mark.parametrize(
     "program",
@@ -243,6 +244,7 @@ def test_what_an_import_reads_is_not_read_by_the_pass(tmp_path, monkeypatch):
     assert (was_found, reads.found) == (False, True)
 
 
+@pytest.mark.long
 def test_a_warning_names_the_number_and_the_line():
     told, _ = warnings_of(Weighted, 1)
     line = Weighted.loss.__code__.co_firstlineno + 2
@@ -359,6 +361,7 @@ class HookForTheLog(ByRank):
         return model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([2, 7], 1))
 @pytest.mark.parametrize(
     ("program", "what"),
@@ -379,11 +382,13 @@ def test_a_generator_seeded_by_rank_is_told_of_where_each_worker_has_one_tower()
     assert len([each for each in told if "from aten.rand(), seeded by 1, in" in each]) == 2
 
 
+@pytest.mark.long
 def test_a_seed_that_counts_passes_is_named():
     told, _ = warnings_of(Seeding, 1)
     assert "from aten.randn_like(), seeded by 2, in test_pass_operators.py" in told[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([2, 7], 1))
 def test_a_hook_for_the_log_of_one_worker_is_let_through(num_workers):
     assert warnings_of(HookForTheLog, num_workers)[0] == []
@@ -676,6 +681,7 @@ class Packed(Program):
         return F.cross_entropy(self.model[1](x), y) + outputs.data.sum() / len(outputs.data)
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize(
     "program",
     [

@@ -77,6 +77,7 @@ def test_what_comes_out_is_channels_last(make):
     assert make(noise(0).reshape(0, 3, 32, 32)).shape == (0, 3, 24, 24)
 
 
+@pytest.mark.long
 @given(rows=st.lists(st.integers(0, 39), min_size=1, max_size=40), size=st.sampled_from([5, 24, 32]))
 def test_a_row_depends_on_its_own_picture_and_seed_alone(rows, size):
     pictures = np.concatenate([noise(20), flat(10), grey(10)])

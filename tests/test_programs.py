@@ -242,6 +242,7 @@ def compiled_loss(backend):
     return model, torch.compile(lambda x: model(x).square().mean(), backend=backend, dynamic=False)
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("build", [compiled_in_place, compiled_copy, compiled_second_model, compiled_loss])
 def test_compiled_code_is_compiled_once(build):
     """The watch's global hook must not cause another compilation in the steps that have it."""

@@ -106,6 +106,7 @@ def test_next_batch_before_a_step(tmp_path):
     run.goes_on_at(2, tmp_path)
 
 
+@pytest.mark.long
 def test_a_glance_before_the_loop(run, tmp_path):
     def program(path):
         run = Run(kind)

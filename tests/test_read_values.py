@@ -129,6 +129,7 @@ class OfAStep(Reading):
         self.history.append(value)
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize(
     "program",
@@ -217,6 +218,7 @@ class UntilItConverges(Cached):
         return loss * float(size)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize(
     "program", [ForTheLog, NotRun, Anew, ByTower, Cached, OfAParameter, UntilItConverges]

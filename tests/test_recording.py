@@ -66,6 +66,7 @@ def test_every_operator_is_the_same_for_stand_ins(job, num_workers):
     assert ran == {when: turn.events for when, turn in alone.turns.items()}
 
 
+@pytest.mark.long
 def test_turns_are_in_the_order_of_execution(job):
     turns = list(record(everything, job, Trial(0, steps=2)).turns)
     step = [f"tower {tower}" for tower in range(4)] + ["update"]
@@ -78,6 +79,7 @@ def test_watching_changes_no_bits(job):
     assert len(digests) == 1
 
 
+@pytest.mark.long
 def test_modules_of_operators_are_known_forward_and_backward(job):
     turn = record(everything, job, Trial(0, steps=1, operators=True)).turns[When(0, "tower 2")]
     ran = {(event.phase, event.module, event.name) for event in turn.events if event.kind == "operator"}

@@ -116,6 +116,7 @@ def test_what_another_tower_left_is_refused_though_both_passes_make_the_same_of_
         assert "its loss depends on rows or random numbers of tower" in outcome.text
 
 
+@pytest.mark.long
 def test_a_loss_that_workers_compute_apart_is_refused():
     def program(job):
         model = nn.Linear(6, 4)
@@ -147,6 +148,7 @@ def test_workers_with_other_processors_may_round_a_loss_otherwise(monkeypatch):
     assert values(program, 2) == [20, 20]
 
 
+@pytest.mark.long
 def test_a_loss_may_have_the_same_state_on_all_workers():
     def program(job):
         model, negatives = nn.Linear(6, 4, bias=False), []
@@ -231,6 +233,7 @@ SAME = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 @pytest.mark.parametrize("program", SAME.values(), ids=SAME.keys())
 def test_a_forward_that_does_the_same_twice_is_let_through(program, num_workers):

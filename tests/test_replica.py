@@ -168,6 +168,7 @@ def test_the_gradient_is_right_and_the_bits_are_the_same_for_any_workers(name, a
     assert len(digests) == 1
 
 
+@pytest.mark.long
 def test_frozen_parameters_keep_no_gradient_and_no_hook():
     model = make()
     towers = Towers(model, NUM_TOWERS)
@@ -178,6 +179,7 @@ def test_frozen_parameters_keep_no_gradient_and_no_hook():
     assert towers._replica.parameters == [p for p in model.parameters() if p.requires_grad]
 
 
+@pytest.mark.long
 def test_a_buffer_may_be_where_a_loss_begins():
     """As in libraries that add up regularizers; it is trained by nobody."""
 
@@ -197,6 +199,7 @@ def test_a_buffer_may_be_where_a_loss_begins():
     assert others == [first, first]
 
 
+@pytest.mark.long
 def test_a_layer_may_be_frozen_for_a_part_of_each_pass():
     """As a discriminator is."""
 
@@ -227,6 +230,7 @@ def test_a_layer_may_be_frozen_for_a_part_of_each_pass():
             torch.testing.assert_close(gradient.double(), parameter.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_change_that_was_there_before_is_not_looked_at_again():
     """Layers that are frozen and thawed at each step, as in a GAN: a step that looks takes much longer."""
     generator = random.Random(0)
@@ -263,6 +267,7 @@ def test_a_hash_of_all_weights_is_the_same_in_any_mode():
     assert list(towers._replica.hashes({}).items()) == in_training
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 def test_hooks_of_an_earlier_plan_are_removed(num_workers):
     def work(job):
@@ -277,6 +282,7 @@ def test_hooks_of_an_earlier_plan_are_removed(num_workers):
         assert set(values(work, num_workers)) == {1}
 
 
+@pytest.mark.long
 def test_no_message_says_that_the_plan_is_the_old_one():
     """Steps of a model that stays as it is take as many posts as ever; the first of another plan more."""
 
@@ -296,6 +302,7 @@ def test_no_message_says_that_the_plan_is_the_old_one():
         assert events[0] == events[1] == events[2] == events[4] < events[3]
 
 
+@pytest.mark.long
 def test_flags_are_asked_for_once_a_step_even_if_the_plan_changes():
     def work(job):
         model = make()
@@ -330,12 +337,14 @@ def fails_on_one(change, seeds):
     return [outcome.text for seed in seeds for outcome in simulate(work, 3, seed)]
 
 
+@pytest.mark.long
 @SEEDS
 def test_a_layer_frozen_on_one_worker_stops_all_in_that_step(seeds):
     for text in fails_on_one(lambda model, towers: model[3].requires_grad_(False), seeds):
         assert text.startswith("DisagreementError: step 1: worker 1 has trained parameter 3.weight = nothing")
 
 
+@pytest.mark.long
 @SEEDS
 def test_a_model_cast_on_one_worker_stops_all_in_that_step(seeds):
     for text in fails_on_one(lambda model, towers: model.double(), seeds):
@@ -343,6 +352,7 @@ def test_a_model_cast_on_one_worker_stops_all_in_that_step(seeds):
         assert "float64, the others have (9, 5)" in text
 
 
+@pytest.mark.long
 @SEEDS
 def test_other_cuts_on_one_worker_stop_all_in_that_step(seeds):
     def change(model, towers):
@@ -391,6 +401,7 @@ def test_a_layer_of_no_parameters_in_place_of_one_alike_on_one_worker_changes_no
     assert texts == [""] * 3 * len(seeds)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2, 4], 1))
 def test_new_layers_are_shared_though_workers_have_agreed_again(num_workers):
     """As where one is lost, after the change, and before the others' first message."""
@@ -426,6 +437,7 @@ def test_a_model_that_cannot_be_trained_on_one_worker_stops_all_in_that_step(see
     assert set(texts) == {f"ConfigError: {reason}", expected}
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @SEEDS
 @pytest.mark.parametrize("kind", ["counts", "whole batch"])
@@ -495,6 +507,7 @@ def test_a_loader_reads_its_rows_under_the_placement_of_their_step(num_workers):
     assert set(values(work, num_workers)) == set(values(work, 1))
 
 
+@pytest.mark.long
 def test_state_dicts_go_on_on_other_placements():
     towers = Towers(make(), NUM_TOWERS, seed=5, noise_every=1)
     take_step(towers, 0)

@@ -166,6 +166,7 @@ def moved(step, time, *towers):
     return {"step": step, "time": time, "event": "placement", "towers": towers}
 
 
+@pytest.mark.long
 def test_where_a_run_went_on_with_other_workers_is_marked_and_told(tmp_path):
     lost = {"step": 20, "time": 2.0, "event": "end", "reason": "worker 1 is gone"}
     lines = [start(), trained(10, 1.0), lost, start(20, 2.0, workers=1, towers=[7]), trained(30, 3.0)]
@@ -287,6 +288,7 @@ def test_any_values_can_be_drawn(values):
         assert not re.search(r"\bnan\b|\binf\b", drawn)
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("scale", [1.0, 1e7, 1e-7])
 def test_negative_numbers_have_a_minus_sign(scale):
     curve = Curve("x", [0, 1], [-2 * scale, -scale])
@@ -295,6 +297,7 @@ def test_negative_numbers_have_a_minus_sign(scale):
     assert not any("-" in label for label in labels)
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("times", [[0, 0], [5, 1], [1e-3, 6e10]])
 def test_any_times_can_be_drawn(times):
     lines = [start(0, times[0]), {"step": 2**52, "time": times[1], "event": "end", "reason": "done"}]

@@ -109,6 +109,7 @@ class BroadcastByMistake(Program):
         return (self.model(x)[:, :1] - x[:, 0]).square().mean()
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program",
@@ -195,6 +196,7 @@ class WithFactors(Program):
         return F.cross_entropy(z, y)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program", [WithAMetric, WithAttention, WithAnEncoder, WithAFourierTransform, WithFactors]
@@ -233,6 +235,7 @@ class BySortedPairs(Program):
         return scores.diff().square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize("program", [HardRows, ShareOfRows, PartialLikelihood, BySortedPairs])
 def test_a_loss_that_compares_rows_along_their_dimension_is_told_of(program, num_workers):
@@ -351,6 +354,7 @@ OVER_TIME = [
 ]
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize("program", OVER_TIME)
 def test_batches_that_are_cut_along_time_are_told_of(program, num_workers):
@@ -419,6 +423,7 @@ class SortedLosses(Program):
 OVER_ROWS = [RowsFirst, Transposed, TransposedCell, EncoderOfRows, RowByRow, RootOfRows]
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize("program", [*OVER_ROWS, SortedFeatures, SortedLosses])
 def test_rows_that_are_not_combined_are_not_told_of(program, num_workers):
@@ -499,6 +504,7 @@ class Flooded(Program):
         return (F.cross_entropy(self.model(x), y) - 0.5).abs() + 0.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize("program", [RootOfAMean, LogOfAMean, FocalOfAMean, NormOfAll, Flooded])
 def test_a_nonlinear_function_of_a_mean_is_told_of_once_on_each_worker(program, num_workers):
@@ -562,6 +568,7 @@ class ByALayer(Dice):
         return F.mse_loss(shares, truth) + (weight / weight.sum()).square().sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program", [DiceOfRows, DiceAsMetric, ByConstants, ByALayer, NormOfRows, ByUncertainty]
@@ -660,6 +667,7 @@ STATISTICS = [
 ]
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize("program", STATISTICS)
 def test_a_loss_of_statistics_of_features_is_told_of_once_on_each_worker(program, num_workers):
@@ -721,6 +729,7 @@ class MomentsOfEachRow(Program):
         return F.cross_entropy(z, y) + z.var(1).mean() + z.mean(1).square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program",

@@ -132,6 +132,7 @@ class OfAStep(Program):
         return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program",
@@ -264,6 +265,7 @@ def test_a_sum_beside_a_mean_is_told_of_once_on_each_worker(program, num_workers
     assert all("divide the sum by tower.rows" in each for each in told)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 def test_a_sum_of_single_rows_beside_a_mean_is_told_of(num_workers):
     told = told_of(BesideAMeanByALoop, num_workers)

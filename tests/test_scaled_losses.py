@@ -79,6 +79,7 @@ def test_a_loss_scaled_by_the_number_of_workers_is_told_of_once_on_each(program,
     assert all("the number of workers" in each for each in told)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([1, 2, 3], 1))
 def test_a_loss_divided_by_the_number_of_towers_is_told_of_once_on_each(num_workers):
     told, _ = warnings_of(ByTowers, num_workers)

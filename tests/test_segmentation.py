@@ -144,6 +144,7 @@ def test_an_update_follows_the_gradient_of_the_whole_loss():
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.long
 def test_the_learning_rate_falls_to_nothing_along_a_polynomial(settings):
     experiment = replace(settings, steps=5, learning_rate=0.02).build(JOB)
     rates = []

@@ -179,6 +179,7 @@ class Tagger(nn.Module):
         return self.head(self.embedding(words))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", mostly_long([SGD, Adagrad], 1))
 def test_sparse_gradients(kind):
     def ends(job, *, sharded):
@@ -302,6 +303,7 @@ def test_a_net_that_was_small_when_it_was_shared_out(monkeypatch):
     assert values(lambda job: ends(job, sharded=True), 3) == [expected] * 3
 
 
+@pytest.mark.long
 def test_gradients_of_one_s_own_after_a_step_are_compared():
     def work(job, *, is_apart):
         step = step_of(job, AdamW, {"lr": 0.01}, sharded=True)
@@ -395,6 +397,7 @@ def work_on(job):
         step(batch_of(number))
 
 
+@pytest.mark.long
 def test_the_share_of_a_gradient_is_all_that_is_kept():
     """No worker keeps averages, or memory for them, from one step to the next."""
 

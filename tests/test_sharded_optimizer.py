@@ -218,6 +218,7 @@ class LateNoise(SGD):
                 parameter.add_(torch.randn_like(parameter), alpha=0.01)
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_random_numbers_in_an_update_are_refused_on_all_workers(num_workers):
     def work(job):
@@ -325,6 +326,7 @@ def test_each_frozen_parameter_is_cut_as_it_may_be_trained_alone():
     assert values(num_shards, 4) == [[4, 4, 4]] * 4
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", [2, 3, 5])
 def test_each_worker_keeps_its_part_of_the_state(num_workers):
     def work(job, **options):
@@ -405,6 +407,7 @@ def embedding_loop(job, kind, settings, *, sharded):
     return samestep.digest(model), state
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "settings"),
@@ -680,6 +683,7 @@ def test_a_graph_from_before_the_step_is_found_out():
     assert values(versions, 3) == [True] * 3
 
 
+@pytest.mark.long
 def test_parameters_may_move():
     def work(job, *, sharded):
         model = Net()
@@ -730,6 +734,7 @@ def interrupts(optimizer):
     optimizer._update_shards = step
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("what", "own", "others"),
@@ -754,6 +759,7 @@ def test_all_hear_of_it(what, own, others):
             assert (own if rank == 1 else others) in outcome.text
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("is_gradient", [True, False])
 def test_gradients_and_weights_that_have_come_apart_are_found(is_gradient):
@@ -779,6 +785,7 @@ def test_a_rate_that_is_a_tensor_is_compared():
         assert "has lr of parameter group 0 = tensor(0.0200)" in outcome.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", mostly_long([1, 0, 2], 1))
 def test_a_worker_that_is_killed_is_named(rank):
     for event in range(20 + rank, 32, 3):
@@ -820,6 +827,7 @@ def test_one_that_cannot_make_it_tells_the_others():
     assert texts[1] == "ValueError: Invalid learning rate: -1"
 
 
+@pytest.mark.long
 def test_its_page():
     page = Path(__file__).parents[1] / "docs" / "sharded_optimizer.md"
     found = doctest.testfile(str(page), module_relative=False)

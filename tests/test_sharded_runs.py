@@ -50,6 +50,7 @@ def ending(step):
     return samestep.digest(step.towers.model), samestep.digest(averaged), step.optimizer.state_dict()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings", mostly_long([{"on_nonfinite": "skip"}, {"autocast": torch.float16}], 1), ids=str
 )
@@ -111,6 +112,7 @@ def test_checkpoints_have_the_bytes_of_unsharded_ones(tmp_path, unsharded, num_w
     assert bytes_of(tmp_path / "sharded") == bytes_of(unsharded[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([4, 1, 2], 1))
 def test_and_are_loaded_on_any_number_of_workers(unsharded, num_workers):
     path, expected = unsharded

@@ -56,6 +56,7 @@ def test_the_warning_has_the_numbers_and_the_remedy(examples, batch_size, drop_l
     assert said == [f"{rows} {refused}: use {remedy.format('another batch_size')}"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_towers", mostly_long([3, 1, 2], 1))
 def test_it_warns_where_torch_would_refuse_and_nowhere_else(num_towers):
     for examples, batch_size, drop_last in product(range(1, 9), range(1, 9), (False, True)):

@@ -46,6 +46,7 @@ def train(job):
     return digest(model), [r.rows for r in reports], found
 
 
+@pytest.mark.long
 def test_any_number_of_workers_takes_the_same_steps():
     expected = values(train, 1)[0]
     assert expected[1] == [24, 15]
@@ -65,6 +66,7 @@ def test_the_noise_is_that_of_towers_with_their_own_rows():
     assert noise / signal == pytest.approx(21 * variance / (report.grad_norm**2 - variance))
 
 
+@pytest.mark.long
 def test_small_batches_of_the_towers_own_sizes_are_the_whole_batch():
     def step(batch_of):
         towers = Towers(make_model(), NUM_TOWERS, noise_every=1)

@@ -234,6 +234,7 @@ def test_sums_are_kept_in_another_dtype():
     assert gradient.is_coalesced()
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "sparse_adam"])
 def test_optimizers_take_the_average(kind):
     model = nn.Embedding(40, 5, sparse=True)
@@ -262,6 +263,7 @@ def step_on(model, **settings):
     return Step(Towers(model, 7), loss_of, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
 
 
+@pytest.mark.long
 def test_clipping_and_float16_see_what_the_gradient_stores():
     batch = texts(1, 30)[0]
     for settings in ({}, {"autocast": torch.float16}):

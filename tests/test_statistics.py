@@ -172,6 +172,7 @@ def test_norms_that_thaw_later_are_found(mode):
     assert model[1].running_mean.abs().sum() > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["mean", "pooled", "first"])
 def test_norms_freeze_and_thaw_between_steps(mode):
     """As in a loop that runs the unsplit model while the norm is frozen: nothing of it is left behind."""

@@ -200,6 +200,7 @@ def test_loader_processes_read_the_same(source, loader_processes):
 # ---- the position ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize(
     ("source", "stopped_after"), mostly_long([(uneven, 3), (from_start, 4), (NotAsking(), 6)], 2)
 )

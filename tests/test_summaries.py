@@ -151,6 +151,7 @@ def test_every_tag_is_there_at_the_steps_that_are_due(tmp_path):
     }
 
 
+@pytest.mark.long
 def test_losses_are_those_of_the_reports(tmp_path):
     reports = take_steps(tmp_path, Tiny().build(JOB), 5, every=1)
     folder = tmp_path / "summaries"
@@ -172,6 +173,7 @@ def test_the_smoothed_loss_counts_every_step_however_many_reports_are_kept(monke
     same(scalars(tmp_path / "summaries", "loss/total (smoothed)"), {3: smoothed(3), 6: smoothed(6)})
 
 
+@pytest.mark.long
 def test_terms_and_the_learning_rate_are_those_that_the_step_was_taken_with(tmp_path):
     experiment = Tiny().build(JOB)
     expected = decay_of(experiment.model)["weight decay"].item()
@@ -272,6 +274,7 @@ def test_compiled_models_are_not_hooked(tmp_path):
     logger.on_end(experiment)
 
 
+@pytest.mark.long
 def test_the_bits_are_the_same_with_and_without_summaries(tmp_path):
     digests = set()
     for every in (1, 3, 1000):

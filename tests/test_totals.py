@@ -115,6 +115,7 @@ class NamedSum(OfAStep):
         return {"rows": F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program",
@@ -293,6 +294,7 @@ class PenaltyInAMean(Program):
         return F.cross_entropy(self.model(x), y) + 0.1 * self.model[0].weight.square().sum()
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program",
@@ -410,6 +412,7 @@ class CountedTwice(OfTheBatch):
         tower.backward_sum(F.cross_entropy(self.model(x), y, reduction="sum"), 2 * len(y))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
 @pytest.mark.parametrize(
     "program", [AsManyAsAllRows, OwnLabels, CountsOfFeatures, CountedTwice, NamedSum, MeanTimesRows]

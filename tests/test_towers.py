@@ -31,6 +31,7 @@ def gradients(model):
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("rows", [1, 3, 7, 24, 50, 64])
 @pytest.mark.parametrize("num_towers", mostly_long([1, 5, 7, 2, 8, 13], 3))
 def test_gradient_is_that_of_the_unsplit_batch(rows, num_towers):
@@ -178,6 +179,7 @@ def averaged_and_error(model, num_towers, batch, **settings):
     return [p.grad for p in model.parameters()], float(error.sqrt())
 
 
+@pytest.mark.long
 def test_half_precision_gradients_are_summed_and_told_in_the_dtype_that_is_asked_for():
     batch = batch_of(128, torch.bfloat16)
     reported, errors = [], []
@@ -206,6 +208,7 @@ def test_half_precision_gradients_are_summed_and_told_in_the_dtype_that_is_asked
     assert (any_dtype, any_wide) == (in_half, wide)
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("momentum", [0, 0.9])
 def test_an_optimizer_gets_float32_gradients_of_bfloat16_parameters(momentum):
     """Both on the parameters themselves and on float32 copies of them, so-called master weights."""
@@ -252,6 +255,7 @@ def test_autograd_hands_its_gradients_over():
     assert weight.grad.data_ptr() == produced[0]
 
 
+@pytest.mark.long
 def test_passes_draw_from_streams_of_seed_step_and_tower():
     def masks(num_towers, seed, steps=1):
         model = nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.5))

@@ -79,12 +79,14 @@ def test_a_run_goes_on_with_other_workers(tmp_path, whole):
     assert result == whole
 
 
+@pytest.mark.long
 def test_a_time_limit_ends_it_after_a_checkpoint_and_without_metrics(tmp_path, whole):
     stopped = run(tmp_path, 2, max_seconds=1e-9)
     assert (stopped.step, stopped.metrics, stopped.reason) == (1, {}, "max_seconds")
     assert run(tmp_path, 2) == whole
 
 
+@pytest.mark.long
 def test_what_is_evaluated_meanwhile_changes_nothing(tmp_path, whole):
     result = run(tmp_path, evaluate_every=1)
     assert result == whole
@@ -151,6 +153,7 @@ class Patience(samestep.Callback):
         self.count = state["count"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([1, 3], 1))
 def test_callbacks_have_a_state_and_may_stop_the_run(tmp_path, num_workers):
     def go(run_dir, steps):
@@ -220,6 +223,7 @@ def test_what_callbacks_draw_goes_on_where_the_run_does(tmp_path):
     assert go(tmp_path / "parts", 2, 15, seed=2) == once
 
 
+@pytest.mark.long
 def test_a_run_that_was_stopped_can_be_run_again(tmp_path):
     trainer = trainer_of(
         samestep.Job(torch.device("cpu")), tmp_path, callbacks=[Patience()], evaluate_every=1
@@ -286,6 +290,7 @@ def test_weights_that_came_apart_are_neither_written_nor_the_end(tmp_path, editi
     assert f"step-{editing.step:08}" not in written or place.endswith("the end")
 
 
+@pytest.mark.long
 def test_a_callback_that_takes_a_step_of_its_own_may_pass_the_last_one(tmp_path):
     class More(samestep.Callback):
         def after_step(self, trainer, report):
@@ -310,6 +315,7 @@ class Kept(samestep.Logger):
         self.lines.append((step, scalars))
 
 
+@pytest.mark.long
 def test_loggers_get_scalars_at_their_steps_on_worker_0_alone(tmp_path):
     loggers = []
 
@@ -325,6 +331,7 @@ def test_loggers_get_scalars_at_their_steps_on_worker_0_alone(tmp_path):
     assert kept.lines[-1][1].keys() == {"accuracy", "loss"}
 
 
+@pytest.mark.long
 def test_a_logger_that_fails_is_left_out_and_the_run_goes_on(tmp_path, whole, capsys):
     class Broken(samestep.Logger):
         def log(self, step, scalars):
@@ -366,6 +373,7 @@ def test_nothing_is_printed_of_evaluations_that_are_not_made(tmp_path, capsys):
     assert not [line for line in capsys.readouterr().out.splitlines() if line.endswith("step 2: ")]
 
 
+@pytest.mark.long
 def test_lines_of_metrics_go_on_where_the_run_does(tmp_path):
     run(tmp_path, steps=10, checkpoint_every=100)
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -402,6 +410,7 @@ def test_metrics_are_never_written_through_a_link(tmp_path, whole, capsys):
 # ---- what is refused -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -416,6 +425,7 @@ def test_another_experiment_is_refused(tmp_path, num_workers, options, message):
         assert message in error
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
@@ -588,6 +598,7 @@ def test_what_has_started_is_ended_though_a_callback_raises(tmp_path, where, num
     assert logger.ended_with == f"KeyError: '{where}'"
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize(
     ("where", "first", "notes"),
     [

@@ -54,12 +54,14 @@ def test_a_run_is_logged_and_goes_on_as_the_same(tmp_path, stub):
     assert stub.ends == [1, 0]
 
 
+@pytest.mark.long
 def test_a_run_that_starts_over_is_another(tmp_path, stub):
     for fresh in (False, True):
         run(tmp_path, steps=1, fresh=fresh, loggers=[samestep.WandB("mine")])
     assert stub.inits[0]["id"] != stub.inits[1]["id"]
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("content", ["", "../../x", "A B", "x" * 99])
 def test_an_id_that_is_none_is_replaced(tmp_path, stub, content):
     (tmp_path / "wandb_id.txt").write_text(content)
@@ -67,6 +69,7 @@ def test_an_id_that_is_none_is_replaced(tmp_path, stub, content):
     assert stub.inits[0]["id"] == (tmp_path / "wandb_id.txt").read_text().strip() != content
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("failing", ["init", "log", "finish"])
 def test_whatever_fails_there_training_goes_on(tmp_path, stub, capsys, failing):
     whole = run(tmp_path / "whole", steps=7)

@@ -130,6 +130,7 @@ def test_gradient_is_that_of_the_unsplit_batch(num_towers, rows, loss):
         assert ours["right.weight"] is None  # the loss asks for it nowhere
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("loss", "told"), [(info_nce, "compares rows"), (chi_squared, "pow of means of features over rows")]
 )
@@ -149,6 +150,7 @@ def test_the_mean_over_towers_is_a_different_gradient(loss, told):
     assert (ours - theirs).norm() > 0.1 * theirs.norm()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("middle", [[nn.Dropout(0.4)], [nn.BatchNorm1d(16), nn.Dropout(0.2)]])
 def test_dropout_and_batch_norm_do_the_same_in_both_passes(middle):
     model, batch = TwoEncoders(*middle), batch_of(30)
@@ -198,6 +200,7 @@ def test_towers_draw_the_same_numbers_as_in_a_loop():
         tower.backward(info_nce(others.model, others.model(tower.batch), None))
 
 
+@pytest.mark.long
 def test_a_forward_may_write_to_its_batch():
     model, batch = TwoEncoders(), batch_of(10)
 
@@ -286,6 +289,7 @@ def test_outputs_have_contiguous_strides_in_the_loss():
 # ---- buffers ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @of_own_rows
 @pytest.mark.parametrize("statistics", ["mean", "pooled", "first"])
 def test_batch_norm_counts_once(statistics):
@@ -385,6 +389,7 @@ def test_autocast_around_the_call_casts_weights_again_for_the_second_pass():
     assert model.right.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.long
 def test_autocast_around_the_call_has_no_effect_on_backward():
     model, batch = TwoEncoders(dtype=torch.float32), batch_of(12, torch.float32)
 
@@ -424,6 +429,7 @@ def test_small_gradients_of_half_precision_outputs_survive_with_a_scale():
     assert model.bias.grad.tolist() == pytest.approx([4e-8 * 2**16] * 2, rel=1e-3)
 
 
+@pytest.mark.long
 def test_a_step_with_a_forward_equals_whole_batch_and_the_optimizer():
     model = TwoEncoders(nn.Dropout(0.1), dtype=torch.float32)
     other = copy.deepcopy(model)
@@ -488,6 +494,7 @@ class Activations:
         self.alive -= size
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("used", [0, 1])
 def test_activations_of_one_tower_are_alive_at_a_time(used):
     model = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 1))
@@ -529,6 +536,7 @@ def local(batch, num_towers):
     )
 
 
+@pytest.mark.long
 def test_a_local_batch_gives_the_same_gradients_as_the_global_one():
     model, batch = TwoEncoders(nn.Dropout(0.2)), batch_of(11)
     digests = set()

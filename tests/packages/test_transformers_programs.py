@@ -12,9 +12,9 @@ from samestep import BatchError, ConfigError, DisagreementError, Towers, digest 
 from samestep.integrations.transformers import Trainer  # noqa: E402
 from samestep.integrations.transformers.alike import compare_runs, nets_beside, share_error  # noqa: E402
 
-from .nets import unseen_count  # noqa: E402
-from .simulation import simulate, values  # noqa: E402
-from .small_language import (  # noqa: E402
+from ..nets import unseen_count  # noqa: E402
+from ..simulation import simulate, values  # noqa: E402
+from ..small_language import (  # noqa: E402
     WORDS,
     arguments,
     classes,
@@ -26,6 +26,8 @@ from .small_language import (  # noqa: E402
     sentences,
     trainer_of,
 )
+
+pytestmark = pytest.mark.packages
 
 
 class TestTheClassesBesideIt:
@@ -84,6 +86,7 @@ class TestBuffersThatAForwardChanges:
             model.train()
             return super().compute_loss(model, inputs, **options)
 
+    @pytest.mark.long
     def test_are_put_back_after_labels_were_looked_at_and_after_each_prediction(self, tmp_path):
         trainer = trainer_of(
             self.Net(), tmp_path, sentences(21), kind=self.Training, eval_dataset=sentences(19)
@@ -140,6 +143,7 @@ class Keeping(Trainer):
         return loss * (1 if self.last > 0 else 2)
 
 
+@pytest.mark.long
 def test_one_that_each_pass_sets_anew_gives_none(tmp_path):
     trainer_of(gpt2(), tmp_path, sentences(9), kind=Keeping).train()
 
@@ -248,6 +252,7 @@ class TestALossThatIsNotAMeanOverWhatIsCounted:
         def count_items(self, inputs):
             return None
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("own", "counted", "make", "make_rows"),
         [

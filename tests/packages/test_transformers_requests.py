@@ -7,8 +7,10 @@ pytest.importorskip("accelerate")
 
 from samestep.integrations.transformers.requests import SharedRequests, may_ask_alone  # noqa: E402
 
-from .simulation import values  # noqa: E402
-from .small_language import gpt2, sentences, trainer_of  # noqa: E402
+from ..simulation import values  # noqa: E402
+from ..small_language import gpt2, sentences, trainer_of  # noqa: E402
+
+pytestmark = pytest.mark.packages
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 

@@ -33,9 +33,9 @@ from samestep.integrations.transformers.evaluation import Prediction, Rounds  # 
 from samestep.towers.tower import Tower  # noqa: E402
 from samestep.towers.towers import Towers  # noqa: E402
 
-from .cases import mostly_long  # noqa: E402
-from .simulation import simulate, values  # noqa: E402
-from .small_language import (  # noqa: E402
+from ..cases import mostly_long  # noqa: E402
+from ..simulation import simulate, values  # noqa: E402
+from ..small_language import (  # noqa: E402
     NUM_SENTENCES,
     ROWS,
     TOWERS,
@@ -50,6 +50,8 @@ from .small_language import (  # noqa: E402
     trainer_of,
     true_loss,
 )
+
+pytestmark = pytest.mark.packages
 
 
 class Watch(transformers.TrainerCallback):
@@ -100,6 +102,7 @@ def test_each_step_is_that_of_the_whole_batch(make, make_rows, tmp_path):
         assert logs["loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
 
 
+@pytest.mark.long
 def test_a_tower_without_labels_adds_nothing_to_the_loss(tmp_path):
     """This model divides by its own number of labels, so that the mean of such a tower is NaN."""
     rows, watch = sentences(TOWERS * ROWS), Watch()
@@ -395,6 +398,7 @@ def test_a_loss_that_expects_labels_gets_some(tmp_path):
         assert trainer.report.count == shifted
 
 
+@pytest.mark.long
 def test_what_prepares_inputs_is_called_for_each_tower(tmp_path):
     class Own(Trainer):
         def _prepare_inputs(self, inputs):
