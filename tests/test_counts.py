@@ -155,7 +155,6 @@ def test_towers_that_count_nothing_add_nothing(nothing, empty):
     assert {tower for tower, own in enumerate(report.tower_losses) if math.isnan(own)} == empty
 
 
-@pytest.mark.long
 def test_a_name_that_counts_nothing_adds_nothing_even_where_its_sum_is_not_finite():
     model, batch = LanguageModel(), sentences(9)
     towers = Towers(model, 4)
@@ -363,7 +362,6 @@ def counted(count, job, steps=2):
     return samestep.digest(model), torch.rand(1).item()
 
 
-@pytest.mark.long
 def test_counts_draw_from_a_tower_s_own_streams():
     def count(rows, _):
         return 1 + torch.rand(1) + random.random() + np.random.rand()

@@ -73,7 +73,6 @@ def filled(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_no_memory_is_read_before_it_is_written_to(num_workers, filled):
     with_nan = values(train, num_workers)

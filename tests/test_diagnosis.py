@@ -107,7 +107,6 @@ def test_a_loss_function_that_fails_when_it_runs_again_hides_nothing():
     assert not any(layer._forward_hooks for layer in step.towers.model.modules())
 
 
-@pytest.mark.long
 def test_the_passes_run_again_as_they_ran():
     """The same random numbers, buffers, rows, and number of the step."""
     seen = []
@@ -174,7 +173,6 @@ def test_a_loss_of_the_whole_batch_that_is_not_finite_leaves_weights_and_buffers
     assert samestep.digest(step.towers.model) == before
 
 
-@pytest.mark.long
 def test_buffers_can_be_put_back():
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
     for statistics in ("mean", "pooled", "first"):

@@ -122,7 +122,6 @@ def test_settings_that_do_not_exist(noise_every):
         Towers(perceptron(), 4, noise_every=noise_every)
 
 
-@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_towers", [3, 8, 13])

@@ -143,7 +143,6 @@ def test_losses_of_the_whole_batch_have_the_same_bits(tmp_path):
     assert len(found) == 1
 
 
-@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Tower.*compares rows", "ignore:.*torch.jit.script")
 @pytest.mark.parametrize(("make", "loss_of"), mostly_long(PROGRAMS, 3))
 def test_steps_have_the_same_bits_on_any_number_of_workers_and_after_a_resume(make, loss_of, tmp_path):

@@ -168,7 +168,6 @@ def test_the_gradient_is_right_and_the_bits_are_the_same_for_any_workers(name, a
     assert len(digests) == 1
 
 
-@pytest.mark.long
 def test_frozen_parameters_keep_no_gradient_and_no_hook():
     model = make()
     towers = Towers(model, NUM_TOWERS)
@@ -267,7 +266,6 @@ def test_a_hash_of_all_weights_is_the_same_in_any_mode():
     assert list(towers._replica.hashes({}).items()) == in_training
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("num_workers", mostly_long([3, 2], 1))
 def test_hooks_of_an_earlier_plan_are_removed(num_workers):
     def work(job):

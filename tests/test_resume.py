@@ -172,7 +172,6 @@ def test_damaged_checkpoints_are_named_and_set_aside_and_training_goes_on(whole,
         assert contents(checkpoint_path(run_dir, step)) == contents(checkpoint_path(whole, step))
 
 
-@pytest.mark.long
 def test_none_whole_starts_nothing_over(whole, run_dir, capsys):
     for step in (2, 4, 6, 8):
         truncate(run_dir, step)
@@ -211,7 +210,6 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(whole, run_dir, ca
     assert run(run_dir, capsys, "--fresh") == (0, [], digest_of(whole))
 
 
-@pytest.mark.long
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(whole, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Tiny, "stop_before", 4)
     with pytest.raises(KeyboardInterrupt):
@@ -235,7 +233,6 @@ def test_starting_over_deletes_no_folder_of_a_file_s_name(run_dir, capsys, name)
     assert kept(run_dir) == before
 
 
-@pytest.mark.long
 def test_starting_over_deletes_the_summaries_on_another_disk_and_nothing_else(run_dir, tmp_path, capsys):
     disk = tmp_path / "disk"
     (run_dir / "summaries").symlink_to(disk)
@@ -252,7 +249,6 @@ def test_starting_over_deletes_the_summaries_on_another_disk_and_nothing_else(ru
     assert not ours & left
 
 
-@pytest.mark.long
 def test_a_first_checkpoint_that_was_not_finished_is_no_start(whole, tmp_path, capsys):
     unfinished = tmp_path / "checkpoints" / ".step-00000002.unfinished"
     shutil.copytree(checkpoint_path(whole, 2), unfinished)
@@ -260,7 +256,6 @@ def test_a_first_checkpoint_that_was_not_finished_is_no_start(whole, tmp_path, c
     assert not unfinished.exists()
 
 
-@pytest.mark.long
 def test_old_checkpoints_go_and_milestones_stay(tmp_path):
     train(Tiny(run_dir=tmp_path, checkpoint_every=1, keep_checkpoints=2, keep_every=3), JOB)
     assert names(tmp_path) == [f"step-{step:08d}" for step in (3, 6, 7, 8)]
@@ -448,7 +443,6 @@ def test_an_evaluation_that_follows_a_run_ends_where_the_run_was_stopped_by_its_
 # ---- the disk ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 def test_a_disk_that_fills_up_ends_the_run_in_one_line_and_it_goes_on_later(
     whole, tmp_path, capsys, monkeypatch
 ):

@@ -397,7 +397,6 @@ def work_on(job):
         step(batch_of(number))
 
 
-@pytest.mark.long
 def test_the_share_of_a_gradient_is_all_that_is_kept():
     """No worker keeps averages, or memory for them, from one step to the next."""
 

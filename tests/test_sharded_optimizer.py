@@ -759,7 +759,6 @@ def test_all_hear_of_it(what, own, others):
             assert (own if rank == 1 else others) in outcome.text
 
 
-@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("is_gradient", [True, False])
 def test_gradients_and_weights_that_have_come_apart_are_found(is_gradient):

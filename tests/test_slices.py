@@ -66,7 +66,6 @@ def test_the_noise_is_that_of_towers_with_their_own_rows():
     assert noise / signal == pytest.approx(21 * variance / (report.grad_norm**2 - variance))
 
 
-@pytest.mark.long
 def test_small_batches_of_the_towers_own_sizes_are_the_whole_batch():
     def step(batch_of):
         towers = Towers(make_model(), NUM_TOWERS, noise_every=1)

@@ -263,7 +263,6 @@ def step_on(model, **settings):
     return Step(Towers(model, 7), loss_of, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
 
 
-@pytest.mark.long
 def test_clipping_and_float16_see_what_the_gradient_stores():
     batch = texts(1, 30)[0]
     for settings in ({}, {"autocast": torch.float16}):

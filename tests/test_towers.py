@@ -255,7 +255,6 @@ def test_autograd_hands_its_gradients_over():
     assert weight.grad.data_ptr() == produced[0]
 
 
-@pytest.mark.long
 def test_passes_draw_from_streams_of_seed_step_and_tower():
     def masks(num_towers, seed, steps=1):
         model = nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.5))

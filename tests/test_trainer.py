@@ -223,7 +223,6 @@ def test_what_callbacks_draw_goes_on_where_the_run_does(tmp_path):
     assert go(tmp_path / "parts", 2, 15, seed=2) == once
 
 
-@pytest.mark.long
 def test_a_run_that_was_stopped_can_be_run_again(tmp_path):
     trainer = trainer_of(
         samestep.Job(torch.device("cpu")), tmp_path, callbacks=[Patience()], evaluate_every=1

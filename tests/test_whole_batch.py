@@ -150,7 +150,6 @@ def test_the_mean_over_towers_is_a_different_gradient(loss, told):
     assert (ours - theirs).norm() > 0.1 * theirs.norm()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("middle", [[nn.Dropout(0.4)], [nn.BatchNorm1d(16), nn.Dropout(0.2)]])
 def test_dropout_and_batch_norm_do_the_same_in_both_passes(middle):
     model, batch = TwoEncoders(*middle), batch_of(30)
@@ -289,7 +288,6 @@ def test_outputs_have_contiguous_strides_in_the_loss():
 # ---- buffers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 @of_own_rows
 @pytest.mark.parametrize("statistics", ["mean", "pooled", "first"])
 def test_batch_norm_counts_once(statistics):
@@ -536,7 +534,6 @@ def local(batch, num_towers):
     )
 
 
-@pytest.mark.long
 def test_a_local_batch_gives_the_same_gradients_as_the_global_one():
     model, batch = TwoEncoders(nn.Dropout(0.2)), batch_of(11)
     digests = set()
