@@ -29,11 +29,10 @@ def undisturbed(name):
 
 
 def schedules():
-    """Yield programs and seeds: of each the first ones, and some that were found, in the quick suite, too."""
-    yield from mostly_long(FOUND, 3)
+    """Yield programs and seeds; of each program, and of what was found, one is in the quick suite, too."""
+    yield from mostly_long(FOUND, 1)
     for name, number in NUM_SEEDS.items():
-        for seed in range(number):
-            yield pytest.param(name, seed, marks=[pytest.mark.long] if seed >= max(1, number // 20) else [])
+        yield from mostly_long([(name, seed) for seed in range(number)], 1)
 
 
 @pytest.mark.parametrize(("name", "seed"), [*schedules()])
