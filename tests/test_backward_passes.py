@@ -269,7 +269,7 @@ class Shared(Program):
 
 
 @pytest.mark.sampled(50)
-@pytest.mark.parametrize("num_workers", mostly_long([3, 1, 7], 1))
+@pytest.mark.parametrize("num_workers", [3, 1, 7])
 @pytest.mark.parametrize(
     "program",
     [

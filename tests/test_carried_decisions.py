@@ -6,7 +6,6 @@ import torch.nn.functional as F
 
 from samestep import Step, Towers
 
-from .cases import mostly_long
 from .nets import batch_of, net
 from .test_flow import Program
 from .test_pass_operators import warnings_of
@@ -199,7 +198,7 @@ class InAStep(Decides):
 
 
 @pytest.mark.sampled(50)
-@pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2, 7], 1))
+@pytest.mark.parametrize("num_workers", [3, 1, 2, 7])
 @pytest.mark.parametrize(
     "program",
     [
@@ -405,7 +404,7 @@ class OfOwnGenerator(Decides):
 
 
 @pytest.mark.sampled(50)
-@pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 1))
+@pytest.mark.parametrize("num_workers", [3, 1, 2])
 @pytest.mark.parametrize(
     "program",
     [

@@ -36,7 +36,7 @@ def take_step(model, towers, optimizer):
 
 
 @pytest.mark.sampled(50)
-@pytest.mark.parametrize("seed", mostly_long(range(6), 2))
+@pytest.mark.parametrize("seed", range(6))
 def test_two_models_with_towers_of_their_own(seed):
     def work(job):
         state, parts = made(job, "one", "two")
@@ -336,7 +336,7 @@ def of_small_batches(towers, elastic, take, loader):
 
 
 @pytest.mark.sampled(50)
-@pytest.mark.parametrize("seed", mostly_long(range(6), 2))
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("loop", [from_a_stream, of_small_batches])
 def test_batches_of_streams_and_slices_are_made_again_after_a_loss(loop, seed):
     def work(job):

@@ -217,7 +217,7 @@ LOOPS = [
 
 
 @pytest.mark.sampled(50)
-@pytest.mark.parametrize("seed", mostly_long(range(8), 2))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("loop", LOOPS)
 def test_newcomers_start_with_the_call_that_the_others_make(loop, seed):
     town = Town(2, seed, Faults(killed={seed % 2: 20 + 3 * seed}), arrivals=[40 * seed, 300])
@@ -259,8 +259,7 @@ def loaders_one_after_the_other(job):
 
 
 @pytest.mark.long
-@pytest.mark.sampled
-@pytest.mark.parametrize("seed", mostly_long(range(12), 3))
+@pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("work", [several_steps_with_a_batch, loaders_one_after_the_other])
 def test_newcomers_start_with_the_batch_that_the_others_use(work, seed):
     town = Town(2, seed, Faults(killed={seed % 2: 20 + 3 * seed}), arrivals=[40 + 40 * seed])
@@ -321,8 +320,7 @@ def draws_in_the_call_and_after_it(elastic, step, towers, optimizer):
 
 
 @pytest.mark.long
-@pytest.mark.sampled
-@pytest.mark.parametrize("seed", mostly_long(range(8), 2))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("loop", [small_batches, draws_before_the_call, draws_in_the_call_and_after_it])
 def test_newcomers_make_and_draw_the_batch_that_the_others_have(loop, seed):
     town = Town(2, seed, Faults(killed={seed % 2: 16 + seed}), arrivals=[100])

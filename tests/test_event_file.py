@@ -14,7 +14,6 @@ from samestep.app.loggers import event_file
 from samestep.app.loggers.event_file import EventFile
 from samestep.app.loggers.tensorboard import TensorBoard, _scalar, write_metrics
 
-from .cases import mostly_long
 from .runs import train
 from .test_summaries import JOB, Tiny, hooks_of, scalars, take_steps
 
@@ -74,22 +73,18 @@ def a_bad_output(folder, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "fault",
-    mostly_long(
-        [
-            a_dangling_link,
-            full_disk,
-            a_bad_layer,
-            a_bad_output,
-            a_file,
-            a_link_to_itself,
-            read_only,
-            a_bad_picture,
-        ],
-        4,
-    ),
+    [
+        a_dangling_link,
+        full_disk,
+        a_bad_layer,
+        a_bad_output,
+        a_file,
+        a_link_to_itself,
+        read_only,
+        a_bad_picture,
+    ],
 )
 def test_a_run_goes_on_without_summaries(tmp_path, monkeypatch, capsys, fault, expected):
     run_dir = tmp_path / "run"

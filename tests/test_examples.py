@@ -14,7 +14,6 @@ import pytest
 import samestep
 from samestep.recipes.digits.data import load_digits
 
-from .cases import mostly_long
 from .simulation import values
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +50,7 @@ def main_of(monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", mostly_long(SMALL, 1))
+@pytest.mark.parametrize("name", SMALL)
 def test_any_number_of_workers_ends_in_the_same_weights(name, main_of, tmp_path, monkeypatch, capsys):
     main, ends = main_of(name), []
     for num_workers in (1, 2, 3):

@@ -690,36 +690,33 @@ class OutputsOfBefore(Program):
 
 
 @pytest.mark.sampled(50)
-@pytest.mark.parametrize("num_workers", mostly_long([3, 2, 7], 1))
+@pytest.mark.parametrize("num_workers", [3, 2, 7])
 @pytest.mark.parametrize(
     "program",
-    mostly_long(
-        [
-            Logs,
-            OfWeights,
-            Scratch,
-            CacheByIndex,
-            CacheByScattering,
-            NestedRows,
-            WholeTensor,
-            Positions,
-            SeededNoise,
-            OwnSlots,
-            NetResetInEachPass,
-            CountedOperators,
-            OutputsOfBefore,
-            Program,
-            CacheOfKeys,
-            CacheByIndexing,
-            CacheByMask,
-            NewNoise,
-            CopyThatLearns,
-            NetDrawnInEachPass,
-            AdversarialRows,
-            PerExampleGradients,
-        ],
-        12,
-    ),
+    [
+        Logs,
+        OfWeights,
+        Scratch,
+        CacheByIndex,
+        CacheByScattering,
+        NestedRows,
+        WholeTensor,
+        Positions,
+        SeededNoise,
+        OwnSlots,
+        NetResetInEachPass,
+        CountedOperators,
+        OutputsOfBefore,
+        Program,
+        CacheOfKeys,
+        CacheByIndexing,
+        CacheByMask,
+        NewNoise,
+        CopyThatLearns,
+        NetDrawnInEachPass,
+        AdversarialRows,
+        PerExampleGradients,
+    ],
 )
 def test_harmless_state_is_allowed(program, num_workers):
     digests = {p.digest for num in (1, num_workers) for p in values(program, num, num)}

@@ -13,7 +13,6 @@ from torch import nn
 import samestep
 from samestep import Towers
 
-from .cases import mostly_long
 from .simulation import values
 
 pytestmark = pytest.mark.sampled
@@ -119,7 +118,7 @@ IN_FAKE_MODE = {"a fake tensor", "an exported net"}
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*torch.ao", "ignore:torch.quantize")
-@pytest.mark.parametrize("name", mostly_long(MAKERS, 6))
+@pytest.mark.parametrize("name", MAKERS)
 def test_any_number_of_workers_takes_the_same_steps(name):
     if name in IN_FAKE_MODE and torch.__version__.startswith("2.11."):
         pytest.skip("entering the mode crashes in threads of simulated workers, with these versions")

@@ -9,7 +9,6 @@ from torch import nn
 import samestep
 from samestep.errors import DataError
 
-from .cases import mostly_long
 from .simulation import values
 from .test_trainer import trainer_of
 
@@ -91,7 +90,7 @@ WAYS = [(3, False), (1, True), (3, True), (1, False)]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("num_workers", "compiled"), mostly_long(WAYS, 1))
+@pytest.mark.parametrize(("num_workers", "compiled"), WAYS)
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_loading_does_not_restore_is_named_once(what, compiled, num_workers, tmp_path):
     change = CHANGES[what]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
@@ -388,7 +388,6 @@ def numbers(value):
 
 
 @given(st.integers(3, 12).flatmap(nests), st.integers(1, 5))
-@settings(max_examples=30)
 def test_no_row_is_lost_or_doubled(batch, num_towers):
     whole = GlobalBatch.open(batch)
     parts = [whole.take(rows, CPU) for rows in even_ranges(whole.rows, num_towers)]

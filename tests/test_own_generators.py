@@ -16,7 +16,6 @@ from samestep.identity import is_compiled
 from samestep.watching.model.own_generators import OwnGenerators, is_generator
 from samestep.watching.program.reach import in_reach
 
-from .cases import mostly_long
 from .simulation import values
 
 pytestmark = pytest.mark.sampled
@@ -93,7 +92,7 @@ def in_a_step(job):
 
 
 @pytest.mark.sampled(50)
-@pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2], 1))
+@pytest.mark.parametrize("num_workers", [3, 1, 2])
 @pytest.mark.parametrize(
     ("program", "named"),
     [

@@ -23,7 +23,6 @@ from samestep.watching.operators.origins import storage_of
 from samestep.watching.passes.pass_operators import PassOperators
 from samestep.watching.passes.reads import Reads
 
-from .cases import mostly_long
 from .nets import net, unseen_count
 from .simulation import simulate
 from .test_flow import Program
@@ -207,7 +206,7 @@ class AfterALookup(EveryOther):
 
 
 @pytest.mark.sampled(50)
-@pytest.mark.parametrize("num_workers", mostly_long([2, 1, 3], 1))
+@pytest.mark.parametrize("num_workers", [2, 1, 3])
 @pytest.mark.parametrize(
     "program",
     [
@@ -362,7 +361,7 @@ class HookForTheLog(ByRank):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_workers", mostly_long([2, 7], 1))
+@pytest.mark.parametrize("num_workers", [2, 7])
 @pytest.mark.parametrize(
     ("program", "what"),
     [
@@ -389,7 +388,7 @@ def test_a_seed_that_counts_passes_is_named():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_workers", mostly_long([2, 7], 1))
+@pytest.mark.parametrize("num_workers", [2, 7])
 def test_a_hook_for_the_log_of_one_worker_is_let_through(num_workers):
     assert warnings_of(HookForTheLog, num_workers)[0] == []
 

@@ -400,7 +400,7 @@ def test_a_layer_of_no_parameters_in_place_of_one_alike_on_one_worker_changes_no
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_workers", mostly_long([3, 1, 2, 4], 1))
+@pytest.mark.parametrize("num_workers", [3, 1, 2, 4])
 def test_new_layers_are_shared_though_workers_have_agreed_again(num_workers):
     """As where one is lost, after the change, and before the others' first message."""
 
@@ -436,7 +436,6 @@ def test_a_model_that_cannot_be_trained_on_one_worker_stops_all_in_that_step(see
 
 
 @pytest.mark.long
-@pytest.mark.sampled
 @SEEDS
 @pytest.mark.parametrize("kind", ["counts", "whole batch"])
 def test_another_kind_of_step_on_one_worker_stops_all_in_that_step(kind, seeds):

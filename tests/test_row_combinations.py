@@ -110,7 +110,7 @@ class BroadcastByMistake(Program):
 
 
 @pytest.mark.sampled(50)
-@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("num_workers", [2, 3, 1])
 @pytest.mark.parametrize(
     "program",
     [
@@ -197,7 +197,7 @@ class WithFactors(Program):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("num_workers", [2, 3, 1])
 @pytest.mark.parametrize(
     "program", [WithAMetric, WithAttention, WithAnEncoder, WithAFourierTransform, WithFactors]
 )
@@ -236,7 +236,7 @@ class BySortedPairs(Program):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("num_workers", [2, 3, 1])
 @pytest.mark.parametrize("program", [HardRows, ShareOfRows, PartialLikelihood, BySortedPairs])
 def test_a_loss_that_compares_rows_along_their_dimension_is_told_of(program, num_workers):
     told = told_of(program, num_workers, "its loss compares rows with each other, through ")
@@ -355,7 +355,7 @@ OVER_TIME = [
 
 
 @pytest.mark.sampled(50)
-@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("num_workers", [2, 3, 1])
 @pytest.mark.parametrize("program", OVER_TIME)
 def test_batches_that_are_cut_along_time_are_told_of(program, num_workers):
     told = told_of(program, num_workers, "its loss takes rows for time steps, through ")
@@ -424,7 +424,7 @@ OVER_ROWS = [RowsFirst, Transposed, TransposedCell, EncoderOfRows, RowByRow, Roo
 
 
 @pytest.mark.sampled(50)
-@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("num_workers", [2, 3, 1])
 @pytest.mark.parametrize("program", [*OVER_ROWS, SortedFeatures, SortedLosses])
 def test_rows_that_are_not_combined_are_not_told_of(program, num_workers):
     assert not told_of(program, num_workers, "its loss takes rows for time steps")
@@ -505,7 +505,7 @@ class Flooded(Program):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("num_workers", [2, 3, 1])
 @pytest.mark.parametrize("program", [RootOfAMean, LogOfAMean, FocalOfAMean, NormOfAll, Flooded])
 def test_a_nonlinear_function_of_a_mean_is_told_of_once_on_each_worker(program, num_workers):
     told = told_of(program, num_workers, "The mean of towers' values is not the value of all rows")
@@ -569,7 +569,7 @@ class ByALayer(Dice):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("num_workers", [2, 3, 1])
 @pytest.mark.parametrize(
     "program", [DiceOfRows, DiceAsMetric, ByConstants, ByALayer, NormOfRows, ByUncertainty]
 )
@@ -668,7 +668,7 @@ STATISTICS = [
 
 
 @pytest.mark.sampled(50)
-@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("num_workers", [2, 3, 1])
 @pytest.mark.parametrize("program", STATISTICS)
 def test_a_loss_of_statistics_of_features_is_told_of_once_on_each_worker(program, num_workers):
     told = told_of(program, num_workers, " of features over rows in test_row_combinations.py, line ")
@@ -730,7 +730,7 @@ class MomentsOfEachRow(Program):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("num_workers", [2, 3, 1])
 @pytest.mark.parametrize(
     "program",
     [

@@ -80,7 +80,7 @@ def test_a_loss_scaled_by_the_number_of_workers_is_told_of_once_on_each(program,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_workers", mostly_long([1, 2, 3], 1))
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_a_loss_divided_by_the_number_of_towers_is_told_of_once_on_each(num_workers):
     told, _ = warnings_of(ByTowers, num_workers)
     assert len(told) == num_workers

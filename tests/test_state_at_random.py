@@ -289,8 +289,7 @@ def written(seed):
     return code, is_set_in == "before_pass"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("seed", seeds(400, 1))
+@pytest.mark.parametrize("seed", seeds(400, 0))
 def test_what_passes_carry_on_is_told_of_on_any_number_of_workers(seed, tmp_path):
     code, is_set_anew = written(seed)
     module = imported(code, tmp_path / f"state_{seed}.py")

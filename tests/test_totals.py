@@ -116,7 +116,7 @@ class NamedSum(OfAStep):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("num_workers", [2, 3, 1])
 @pytest.mark.parametrize(
     "program",
     [
@@ -295,7 +295,7 @@ class PenaltyInAMean(Program):
 
 
 @pytest.mark.sampled(50)
-@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("num_workers", [2, 3, 1])
 @pytest.mark.parametrize(
     "program",
     [
@@ -413,7 +413,7 @@ class CountedTwice(OfTheBatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_workers", mostly_long([2, 3, 1], 1))
+@pytest.mark.parametrize("num_workers", [2, 3, 1])
 @pytest.mark.parametrize(
     "program", [AsManyAsAllRows, OwnLabels, CountsOfFeatures, CountedTwice, NamedSum, MeanTimesRows]
 )

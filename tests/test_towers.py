@@ -31,7 +31,6 @@ def gradients(model):
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.sampled(50)
 @pytest.mark.parametrize("rows", [1, 3, 7, 24, 50, 64])
 @pytest.mark.parametrize("num_towers", mostly_long([1, 5, 7, 2, 8, 13], 3))
 def test_gradient_is_that_of_the_unsplit_batch(rows, num_towers):

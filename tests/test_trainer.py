@@ -154,7 +154,7 @@ class Patience(samestep.Callback):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_workers", mostly_long([1, 3], 1))
+@pytest.mark.parametrize("num_workers", [1, 3])
 def test_callbacks_have_a_state_and_may_stop_the_run(tmp_path, num_workers):
     def go(run_dir, steps):
         options = {"steps": steps, "evaluate_every": 2, "checkpoint_every": 2}

@@ -33,7 +33,6 @@ from samestep.integrations.transformers.evaluation import Prediction, Rounds  # 
 from samestep.towers.tower import Tower  # noqa: E402
 from samestep.towers.towers import Towers  # noqa: E402
 
-from ..cases import mostly_long  # noqa: E402
 from ..simulation import simulate, values  # noqa: E402
 from ..small_language import (  # noqa: E402
     NUM_SENTENCES,
@@ -87,7 +86,7 @@ def distance(gradients, model, loss):
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("make", "make_rows"),
-    mostly_long([(gpt2, sentences), (classifier, classes), (llama, sentences), (masked, sentences)], 2),
+    [(gpt2, sentences), (classifier, classes), (llama, sentences), (masked, sentences)],
 )
 def test_each_step_is_that_of_the_whole_batch(make, make_rows, tmp_path):
     rows, watch = make_rows(NUM_SENTENCES), Watch()
@@ -102,7 +101,6 @@ def test_each_step_is_that_of_the_whole_batch(make, make_rows, tmp_path):
         assert logs["loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
 
 
-@pytest.mark.long
 def test_a_tower_without_labels_adds_nothing_to_the_loss(tmp_path):
     """This model divides by its own number of labels, so that the mean of such a tower is NaN."""
     rows, watch = sentences(TOWERS * ROWS), Watch()
@@ -129,7 +127,6 @@ def test_what_theirs_makes_of_it(tmp_path):
     assert distance(watch.gradients[0], model, loss) > 0.1
 
 
-@pytest.mark.long
 def test_a_label_smoother_and_a_loss_function_of_the_user(tmp_path):
     def loss_of(outputs, labels, num_items_in_batch=None):
         # Of as many rows as in their own, where the last label counts nothing: else sums round otherwise.
@@ -254,7 +251,6 @@ class TestAnEvaluation:
             raise first.error
 
 
-@pytest.mark.long
 def test_a_run_that_is_resumed_ends_in_the_same_weights(tmp_path):
     def model():
         torch.manual_seed(0)
@@ -328,7 +324,6 @@ def test_a_full_disk_leaves_the_state_that_was_there(tmp_path, monkeypatch):
     assert (tmp_path / "samestep.json").read_text() == before
 
 
-@pytest.mark.long
 def test_gradient_checkpointing_changes_no_bit(tmp_path):
     found = set()
     for more in ({}, {"activation_checkpointing": True}):
@@ -398,7 +393,6 @@ def test_a_loss_that_expects_labels_gets_some(tmp_path):
         assert trainer.report.count == shifted
 
 
-@pytest.mark.long
 def test_what_prepares_inputs_is_called_for_each_tower(tmp_path):
     class Own(Trainer):
         def _prepare_inputs(self, inputs):
@@ -488,7 +482,6 @@ class Sharding(Trainer):
         return self.optimizer
 
 
-@pytest.mark.long
 def test_a_sharded_optimizer_is_saved_by_one_worker_with_all(tmp_path):
     def train(job):
         args = arguments(tmp_path / str(job.world_size), max_steps=2, save_strategy="steps", save_steps=1)

@@ -35,7 +35,6 @@ class TestTheClassesBesideIt:
         def compute_loss(self, *arguments, **options):
             return 2 * super().compute_loss(*arguments, **options)
 
-    @pytest.mark.long
     def test_a_class_of_a_program_may_come_before_or_after_it(self, tmp_path):
         found = set()
         for bases in ((Trainer, self.Theirs), (self.Theirs, Trainer)):
@@ -86,7 +85,6 @@ class TestBuffersThatAForwardChanges:
             model.train()
             return super().compute_loss(model, inputs, **options)
 
-    @pytest.mark.long
     def test_are_put_back_after_labels_were_looked_at_and_after_each_prediction(self, tmp_path):
         trainer = trainer_of(
             self.Net(), tmp_path, sentences(21), kind=self.Training, eval_dataset=sentences(19)
@@ -143,7 +141,6 @@ class Keeping(Trainer):
         return loss * (1 if self.last > 0 else 2)
 
 
-@pytest.mark.long
 def test_one_that_each_pass_sets_anew_gives_none(tmp_path):
     trainer_of(gpt2(), tmp_path, sentences(9), kind=Keeping).train()
 
@@ -252,12 +249,11 @@ class TestALossThatIsNotAMeanOverWhatIsCounted:
         def count_items(self, inputs):
             return None
 
-    @pytest.mark.long
     @pytest.mark.parametrize(
         ("own", "counted", "make", "make_rows"),
         [
             (ClassWeights, CountedClassWeights, classifier, classes),
-            pytest.param(MeanOfSentences, CountedSentences, masked, sentences, marks=pytest.mark.long),
+            (MeanOfSentences, CountedSentences, masked, sentences),
         ],
     )
     def test_gives_a_warning_until_count_items_says_what_it_is(self, own, counted, make, make_rows, tmp_path):
@@ -265,7 +261,6 @@ class TestALossThatIsNotAMeanOverWhatIsCounted:
             trainer_of(make(), tmp_path, make_rows(56), kind=own, per_device_train_batch_size=8).train()
         trainer_of(make(), tmp_path, make_rows(56), kind=counted, per_device_train_batch_size=8).train()
 
-    @pytest.mark.long
     def test_gives_none_where_it_draws_or_takes_no_single_row(self, tmp_path):
         class Drawing(self.ClassWeights):
             def compute_loss(self, *arguments, **options):

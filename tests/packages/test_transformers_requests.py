@@ -59,7 +59,6 @@ def test_a_log_is_shared_where_their_loop_writes_it():
     assert shared == [["should_training_stop", "should_log"]] * 2
 
 
-@pytest.mark.long
 def test_it_is_the_last_callback(tmp_path):
     trainer = trainer_of(gpt2(), tmp_path, sentences(9))
     late = Stop()
@@ -95,13 +94,11 @@ class TestAnEpochThatIsStopped:
         trainer.train(resume_from_checkpoint=checkpoint)
         return seen
 
-    @pytest.mark.long
     def test_is_over_in_the_data_too(self, tmp_path):
         assert self.positions(tmp_path) == [0, 1, 2, 3, 4, 5, 6, 7, 8]
         assert self.positions(tmp_path, 1) == [0, 3, 4, 5, 6, 7, 8]
         assert self.positions(tmp_path, 3, 4) == [0, 1, 2, 3, 6, 7, 8]
 
-    @pytest.mark.long
     def test_is_over_in_a_checkpoint_and_the_resumed_run_warns(self, tmp_path):
         saving = {"save_strategy": "steps", "save_steps": 1}
         self.positions(tmp_path, 1, **saving)
